@@ -76,7 +76,8 @@ class Run:
 
     def table_of(self, batch: RolloutBatch) -> SampleTable:
         """Gather the table of the iteration's samples from all ranks. Collective over `world`."""
-        return SampleTable.gather(batch, self.world, num_mini_batches=self.config.algorithm.num_mini_batches)
+        mini_batches, shared = self.config.algorithm.num_mini_batches, self.config.engine.shared_prompts
+        return SampleTable.gather(batch, self.world, num_mini_batches=mini_batches, shared_prompts=shared)
 
     def shape_rewards(
         self, batch: RolloutBatch, table: SampleTable, sums: Sums

@@ -122,6 +122,7 @@ def mutations() -> list[Mutation]:
         partial(bad, role=role, setting="devices", value=devices) for role in ROLES for devices in DEVICES
     ]
     found += [partial(bad_stages, role=role, stages=stages) for role in ROLES for stages in STAGES]
+    found += [partial(shared_over_cp, role=role) for role in ROLES]
     found += [
         partial(bad_world, name=name, value=value)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -143,6 +144,16 @@ def bad_stages(job: Job, rng: random.Random, *, role: str, stages: str) -> Case:
         name=" ".join(given),
         expected=REFUSED,
         names=(role, ("stage_layers", "stages")),
+        act=job.dry_run(*given),
+    )
+
+
+def shared_over_cp(job: Job, rng: random.Random, *, role: str) -> Case:
+    given = (f"{role}.layout=cp2", "engine.shared_prompts=true", "data.samples_per_prompt=2")
+    return Case(
+        name=" ".join(given),
+        expected=REFUSED,
+        names=("engine.shared_prompts", f"{role}.layout"),
         act=job.dry_run(*given),
     )
 

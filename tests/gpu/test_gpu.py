@@ -36,6 +36,13 @@ def test_log_probabilities_equal_float64():
 
 
 @needs(1)
+def test_shared_prompts_equal_plain_pytorch():
+    assert "all checks of shared prompts passed" in run_world(
+        "tests/gpu/shared_prompts_check.py", 1, "--only-check", timeout=300
+    )
+
+
+@needs(1)
 def test_models_and_training_under_every_layout():
     assert "all passed" in run_world("tests/gpu/models_worker.py", RANKS, timeout=600)
 

@@ -3,6 +3,7 @@
 Letters: N tokens asked about in a sample.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from verl_megatron.algorithms.objectives import clip
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.models.heads import trunk
 from verl_megatron.roles.engine import Engine, EngineOptions
 
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
@@ -63,8 +65,22 @@ def gather_late(engine: Engine) -> None:
 def full_weights(engine: Engine) -> dict[str, Tensor]:
     """Hugging Face tensors put together from all ranks' shards; the same on every rank."""
     engine.gather_weights()
+    return full_tensors(engine, engine.tensors)
+
+
+def full_gradients(engine: Engine) -> dict[str, Tensor]:
+    """The gradients of the latest step, as `full_weights`; without a sharded optimizer."""
+    found = {}
+    for i, chunk in enumerate(engine.chunks):
+        named = trunk(chunk).named_parameters()
+        found |= {(i, name): parameter.main_grad for name, parameter in named}
+    return full_tensors(engine, found)
+
+
+def full_tensors(engine: Engine, tensors: Mapping[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+    """What all ranks have for their parameters, by the names and in the shapes of Hugging Face."""
     mine = (
-        [(p, engine.tensors[p.chunk, p.name]) for p in engine.parameters if p.owner]
+        [(p, tensors[p.chunk, p.name]) for p in engine.parameters if p.owner]
         if engine.groups.is_member
         else []
     )
@@ -86,7 +102,11 @@ def full_weights(engine: Engine) -> dict[str, Tensor]:
 
 def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
     """Samples with all that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
-    batch = make_batch(vocab_size)
+    return with_experience(make_batch(vocab_size), logprobs_BT)
+
+
+def with_experience(batch: RolloutBatch, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
+    """`experience` of given samples."""
     generator = torch.Generator().manual_seed(5)
 
     def noise() -> Tensor:

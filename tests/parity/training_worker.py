@@ -8,6 +8,7 @@ import sys
 from parallel.layout import Layout
 from tests.parity.pairs import check_pairs
 from tests.parity.plain_training import check_plain
+from tests.parity.shared_prompts import check_shared_prompts
 from tests.parity.shared_trunk import check_shared_trunk
 from tests.parity.training import CLASSES, experience, train
 from tests.parity.training_offload import check_offload, check_turns
@@ -77,6 +78,7 @@ if __name__ == "__main__":
             "layouts": check_layouts,
             "plain": check_plain,
             "shared_trunk": check_shared_trunk,
+            "shared_prompts": check_shared_prompts,
             "offload": check_offload,
             "turns": check_turns,
             "pairs": check_pairs,

@@ -15,11 +15,12 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from verl_megatron.algorithms.kl import FixedKL
 from verl_megatron.algorithms.normalizers import NORMALIZERS, leave_out
-from verl_megatron.config import AlgorithmConfig
+from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
 from verl_megatron.data.micro_batch import pack
 from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.data.shared_prompts import pack_shared
 from verl_megatron.learner import Learner
 from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.roles import role
@@ -35,12 +36,15 @@ class SimpleEngine:
 
     def __init__(self, seed: int):
         layout = Layout.parse("tp1", (0,))
-        self.layout, self.config = layout, SimpleNamespace(tokens_per_micro_batch=8)
+        self.layout, self.config = layout, EngineConfig(tokens_per_micro_batch=8)
         self.groups = SimpleNamespace(layout=layout, world=world(), is_member=True, is_last_stage=True)
         generator = torch.Generator().manual_seed(seed)
         self.constant_BT = torch.randn(len(RESPONSES), 8, generator=generator) - 1.5
         self.weight_T = torch.zeros(8, requires_grad=True)
         self.num_inferred = 0  # samples of all separate passes
+
+    def pack(self, batch: RolloutBatch, samples: list[int], **options):
+        return (pack_shared if self.config.shared_prompts else pack)(batch, samples, **options)
 
     def outputs(self, batch: RolloutBatch, micro) -> dict[str, Tensor]:
         constant_N = self.constant_BT[batch.sample_id[micro.sample], micro.offset]
@@ -49,7 +53,7 @@ class SimpleEngine:
 
     def infer(self, batch: RolloutBatch, micro_batches) -> dict[str, Tensor]:
         self.num_inferred += sum(map(len, micro_batches))
-        micros = [pack(batch, samples) for samples in micro_batches]
+        micros = [self.pack(batch, samples) for samples in micro_batches]
         with torch.no_grad():
             return role.filled(
                 self, batch, [(micro, self.outputs(batch, micro)) for micro in micros], ["logprobs"]
@@ -58,7 +62,7 @@ class SimpleEngine:
     def train_step(self, batch: RolloutBatch, micro_batches, loss, *, fields, scale) -> Sums:
         sums, total = Sums(), 0.0
         for samples in micro_batches:
-            micro = pack(batch, samples, fields=fields)
+            micro = self.pack(batch, samples, fields=fields)
             loss_N, metrics = loss(self.outputs(batch, micro), micro)
             if scale.weight_B is not None:
                 loss_N = scale.weight_B[batch.sample_id[micro.sample]] * loss_N
@@ -95,10 +99,19 @@ def scored_batch() -> RolloutBatch:
     return batch
 
 
-def learn(*, step: int, reference: bool = False, batch: RolloutBatch | None = None, **settings):
+def learn(
+    *,
+    step: int,
+    reference: bool = False,
+    batch: RolloutBatch | None = None,
+    shared_prompts: bool = False,
+    **settings,
+):
     """One iteration; the actor's engine and the metrics."""
     config = AlgorithmConfig(name="grpo", **settings)
     engines = {"actor": SimpleEngine(0)} | ({"reference": SimpleEngine(1)} if reference else {})
+    for engine in engines.values():
+        engine.config.shared_prompts = shared_prompts
     roles = {
         name: Role(engine, DataCollector(engine.layout, engine.groups.world))
         for name, engine in engines.items()
@@ -112,7 +125,9 @@ def learn(*, step: int, reference: bool = False, batch: RolloutBatch | None = No
         clock=PhaseTimer(),
     )
     batch = scored_batch() if batch is None else batch
-    table = SampleTable.gather(batch, world(), num_mini_batches=config.num_mini_batches)
+    table = SampleTable.gather(
+        batch, world(), num_mini_batches=config.num_mini_batches, shared_prompts=shared_prompts
+    )
     metrics = learner.learn(batch, table, Sums(), step=step)
     return engines["actor"], metrics
 
@@ -212,3 +227,12 @@ def test_samples_left_out_count_neither_as_tokens_nor_as_samples(normalizer):
             assert scale.divisor == alone.divisor and not scale.weight_B[is_out_B].any()
             expected_B = torch.ones(len(kept)) if alone.weight_B is None else alone.weight_B
             torch.testing.assert_close(scale.weight_B[kept], expected_B, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_shared_prompts_change_no_metric(mini_batches):
+    """Groups of three samples; two mini-batches have the second one's in two."""
+    settings = {"step": 1, "reference": True, "num_mini_batches": mini_batches, "reuse_logprobs": False}
+    (rows, want), (shared, found) = (learn(shared_prompts=share, **settings) for share in (False, True))
+    assert found == pytest.approx(want, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(shared.weight_T, rows.weight_T)

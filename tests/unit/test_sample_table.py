@@ -1,6 +1,7 @@
 """The table of an iteration's samples, built by hand: who works on which sample, and in which micro-batch."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,37 @@ def test_micro_batches_hold_the_same_samples_in_any_order(order):
         return found
 
     assert composition(torch.tensor(order)) == composition(torch.arange(16))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_groups_that_share_their_prompt_are_whole_and_within_the_budget(dp):
+    """Sixteen groups of four in two mini-batches; their samples are not next to each other."""
+    lengths_B = torch.tensor(drawn_lengths(64)) + 20
+    table = replace(
+        make_table(lengths_B.tolist(), 2), group_B=torch.arange(64) % 16, prompt_B=torch.full((64,), 20)
+    )
+    index_B, budget = table.assign(dp), 150
+    assert all(len(index_B[first::16].unique()) <= 2 for first in range(16))  # once in each mini-batch
+    for samples in table.mini_batches:
+        mine = torch.arange(samples.start, samples.stop)
+        for group in range(16):
+            assert len(index_B[mine][table.group_B[mine] == group].unique()) == 1
+    for place in range(dp):
+        sample_id = (index_B == place).nonzero().squeeze(1)
+        for samples, found in zip(
+            table.mini_batches,
+            table.micro_batches(sample_id, tokens_per_micro_batch=budget, multiple_of=1),
+            strict=True,
+        ):
+            covered = sorted(int(sample_id[i]) for micro in found for i in micro)
+            assert covered == [sample for sample in samples if index_B[sample] == place]
+            for micro in found:
+                groups = table.group_B[sample_id[micro]]
+                tokens = table.lengths_B[sample_id[micro]].sum() - 20 * (len(micro) - len(groups.unique()))
+                assert tokens <= budget
+    assert table.largest_tokens == max(
+        int(table.lengths_B[half].sum()) - 20 * (32 - 16) for half in (slice(0, 32), slice(32, 64))
+    )
 
 
 def test_a_rank_without_samples_still_takes_its_turn():

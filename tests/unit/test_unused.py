@@ -74,6 +74,10 @@ MEANINGLESS = [
     ),
     ({"reward__overlong_penalty": 2.0}, "reward.overlong_tokens=0"),
     ({"engine__min_lr_ratio": 0.1}, "engine.lr_decay_style=constant"),
+    (
+        {"data__samples_per_prompt": 1, "engine__shared_prompts": True},
+        "engine.shared_prompts=true has no effect with data.samples_per_pro",
+    ),
     (TEACHER | {"reward__function": "", "reward__overlong_tokens": 4}, "without a reward"),
     (TEACHER | {"reward__function": "", "reward__missing_eos_penalty": 1.0}, "without a reward"),
     ({"reward__overlong_tokens": 4, "reward__overlong_penalty": 0.0}, "deducts nothing"),
@@ -95,6 +99,7 @@ FINE = [
     TEACHER | {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "none"},
     {"reward__overlong_tokens": 4, "reward__overlong_penalty": 2.0},
     {"engine__lr_decay_style": "cosine", "engine__min_lr_ratio": 0.1},
+    GRPO | {"engine__shared_prompts": True},
 ]
 
 

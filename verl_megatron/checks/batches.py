@@ -71,9 +71,10 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
 
 
 def _largest(engine: EngineConfig) -> str:
+    shared = ", with a group's prompt once" if engine.shared_prompts else ""
     if engine.dynamic_batching:
-        return "as large as memory allows (engine.dynamic_batching)"
-    return f"of at most {engine.tokens_per_micro_batch} tokens"
+        return f"as large as memory allows (engine.dynamic_batching){shared}"
+    return f"of at most {engine.tokens_per_micro_batch} tokens{shared}"
 
 
 def _at_once(config: TrainerConfig) -> str:

@@ -32,6 +32,11 @@ def check_model(
             f"{name}.layout={short_repr(model.layout)}, {name}.devices={short_repr(model.devices)}, "
             f"{world_size} ranks started: {error}"
         )
+    if engine.shared_prompts and found.layout is not None and found.layout.cp > 1:
+        found.problems.append(
+            f"engine.shared_prompts=true: {name}.layout={model.layout!r} cuts samples over cp ranks, and "
+            "only whole ones share their prompt; use a layout without cp, or leave it at false"
+        )
     if model.path:
         try:
             found.arch = read_architecture(model.path)

@@ -65,6 +65,11 @@ def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> lis
     model = _check_first(trained, config.engine, world_size)
     problems += model.problems
     problems += output_problems(config.run, {trained.name: trained.model.path})
+    if config.engine.shared_prompts:
+        problems.append(
+            "engine.shared_prompts=true belongs to runs that generate several samples of a prompt; leave it "
+            "at false"
+        )
     data, count = config.data, items_per_step(config.data)
     name, item = ("pairs_per_step", "pair") if is_paired(data) else ("samples_per_step", "sample")
     if model.layout is not None and count < model.layout.dp:

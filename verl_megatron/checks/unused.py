@@ -152,6 +152,12 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
         yield Unused(
             names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
         )
+    if config.data.samples_per_prompt == 1:
+        yield Unused(
+            names=("engine.shared_prompts",),
+            because="with data.samples_per_prompt=1",
+            remedy="raise samples_per_prompt",
+        )
     if config.engine.lr_decay_style == "constant":
         yield Unused(
             names=("engine.min_lr_ratio",),

@@ -68,6 +68,9 @@ class EngineConfig(Section):
     dynamic_batching: bool = setting(
         False, "fit the micro-batches of trained models to the free memory, by probes in the first iteration"
     )
+    shared_prompts: bool = setting(
+        False, "samples of a prompt share its tokens in a micro-batch: it is computed once; no cp"
+    )
     distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
     lr_decay_style: str = setting(
         "constant",

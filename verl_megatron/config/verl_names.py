@@ -128,6 +128,7 @@ VERL: Table = {
             "samples that a replica decodes at once; `data.prompts_per_iteration` counts prompts of all",
         ),
         row("trainer.balance_batch", "", "always so"),
+        row("arr.actor.use_prefix_grouper", "engine.shared_prompts"),
     ),
     "Optimizer": (
         row("arr.actor.optim.lr critic.optim.lr", "actor.lr critic.lr"),

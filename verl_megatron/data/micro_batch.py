@@ -13,7 +13,7 @@ rank r holds chunks r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-b
 padding sequence without target tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -21,6 +21,19 @@ from torch import Tensor
 
 from parallel import device
 from verl_megatron.data.batch import RolloutBatch
+
+
+@dataclass(slots=True)
+class SharedPrompts:
+    """Groups G of a micro-batch whose samples share their prompt's tokens (`shared_prompts.py`).
+
+    The packed tokens begin with the groups' prompts. Their responses follow, group by group.
+    """
+
+    prompts: list[int]  # tokens of each group's prompt
+    responses: list[int]  # tokens of all responses of each group
+    cu_prompts: Tensor  # [G + 1] int32
+    cu_responses: Tensor  # [G + 1] int32, from the first token after the prompts
 
 
 @dataclass(slots=True)
@@ -37,34 +50,23 @@ class MicroBatch:
     offset: Tensor  # [N] int64, position t in the sample
     # [N] each: the batch's per-token fields at (sample, offset), and if set the sample's "temperature"
     fields: dict[str, Tensor] = field(default_factory=dict)
+    shared: SharedPrompts | None = None  # None: every sample is one packed sequence
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, always in the same order."""
-        return [
-            self.tokens,
-            self.positions,
-            self.cu_seqlens,
-            self.index,
-            self.labels,
-            self.sample,
-            self.offset,
-            *self.fields.values(),
-        ]
+        shared = (self.shared.cu_prompts, self.shared.cu_responses) if self.shared is not None else ()
+        return [getattr(self, name) for name in _TENSORS] + [*self.fields.values(), *shared]
 
     def with_tensors(self, tensors: list[Tensor]) -> "MicroBatch":
         """Return a copy with `tensors` in place of `tensors()`."""
-        tokens, positions, cu_seqlens, index, labels, sample, offset, *fields = tensors
-        return MicroBatch(
-            tokens,
-            positions,
-            self.lengths,
-            cu_seqlens,
-            index,
-            labels,
-            sample,
-            offset,
-            dict(zip(self.fields, fields)),
-        )
+        given = iter(tensors)
+        plain = {name: next(given) for name in _TENSORS}
+        fields = {name: next(given) for name in self.fields}
+        shared = self.shared and replace(self.shared, cu_prompts=next(given), cu_responses=next(given))
+        return replace(self, **plain, fields=fields, shared=shared)
+
+
+_TENSORS = ("tokens", "positions", "cu_seqlens", "index", "labels", "sample", "offset")
 
 
 def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -131,11 +133,11 @@ def pack(
         labels=batch.generated_ids[sample, offset],
         sample=sample,
         offset=offset,
-        fields=_fields_of(batch, fields, sample, offset),
+        fields=fields_of(batch, fields, sample, offset),
     )
 
 
-def _fields_of(
+def fields_of(
     batch: RolloutBatch, names: tuple[str, ...], sample: Tensor, offset: Tensor
 ) -> dict[str, Tensor]:
     """Return the fields that are set, and the temperatures if they are, at the target tokens: [N] each."""

@@ -1,6 +1,6 @@
 """The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: B samples of the whole iteration, U units of K samples of a mini-batch.
+Letters: B samples of the whole iteration.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.packing import balance, micro_batches
+from verl_megatron.data.packing import Units, members_of
+from verl_megatron.data.shared_prompts import prompt_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +26,57 @@ class SampleTable:
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
     unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
     is_cut_B: Tensor | None = None  # bool, the response ended at its limit of tokens; None: not known
+    # int64, tokens of each sample's prompt, where the samples of a group share them; None: they do not
+    prompt_B: Tensor | None = None
 
     @classmethod
     def gather(
-        cls, batch: RolloutBatch, world: RankSet, *, num_mini_batches: int, unit: int = 1
+        cls,
+        batch: RolloutBatch,
+        world: RankSet,
+        *,
+        num_mini_batches: int,
+        unit: int = 1,
+        shared_prompts: bool = False,
     ) -> "SampleTable":
         """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
         gaps. Mini-batches differ by one unit at most: `unit` consecutive samples, which share a micro-batch.
+        With `shared_prompts`, samples of a group are kept together, and their prompt counts once.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
-        table = torch.zeros(6, num_samples, dtype=torch.int64)
+        table = torch.zeros(7, num_samples, dtype=torch.int64)
         owner = torch.full_like(batch.sample_id, world.rank)
         group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
         is_cut = torch.zeros_like(owner) if batch.is_cut is None else batch.is_cut.long()
         table[:, batch.sample_id] = torch.stack(
-            [batch.lengths, batch.response_mask.sum(1), owner, group, is_cut, torch.ones_like(owner)]
+            [
+                batch.lengths,
+                batch.response_mask.sum(1),
+                owner,
+                group,
+                is_cut,
+                prompt_lengths(batch),
+                torch.ones_like(owner),
+            ]
         )
         table = world.all_sum(table)
-        assert (table[5] == 1).all(), "every sample has one owner"
+        assert (table[6] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        lengths, response, owner, group, is_cut, _ = table
+        lengths, response, owner, group, is_cut, prompt, _ = table
         mini_batches = [range(*ends) for ends in pairwise(bounds)]
-        return cls(lengths, response, owner, group, mini_batches, unit, is_cut.bool())
+        return cls(
+            lengths,
+            response,
+            owner,
+            group,
+            mini_batches,
+            unit,
+            is_cut.bool(),
+            prompt if shared_prompts else None,
+        )
 
     @property
     def num_groups(self) -> int:
@@ -63,16 +90,17 @@ class SampleTable:
         """
         index_B = torch.zeros_like(self.lengths_B)
         for samples in self.mini_batches:
-            index_UK = index_B[samples.start : samples.stop].view(-1, self.unit)
-            ids = torch.arange(samples.start, samples.stop)
-            for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
-                index_UK[members] = place
+            index = index_B[samples.start : samples.stop]
+            units = self._units(torch.arange(samples.start, samples.stop))
+            for dp_index, places in enumerate(units.spread(dp)):
+                index[places] = dp_index
         return index_B
 
     @property
     def largest_tokens(self) -> int:
         """Tokens of the largest mini-batch."""
-        return max(int(self.lengths_B[samples.start : samples.stop].sum()) for samples in self.mini_batches)
+        ids = [torch.arange(samples.start, samples.stop) for samples in self.mini_batches]
+        return max(sum(self._units(sample_id).tokens()) for sample_id in ids)
 
     def micro_batches(
         self, sample_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int
@@ -84,17 +112,16 @@ class SampleTable:
         result = []
         for samples in self.mini_batches:
             local = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
-            groups = micro_batches(
-                self._tokens_of_units(sample_id[local]),
-                tokens_per_micro_batch=tokens_per_micro_batch,
-                multiple_of=multiple_of,
+            groups = self._units(sample_id[local]).micro_batches(
+                tokens_per_micro_batch=tokens_per_micro_batch, multiple_of=multiple_of
             )
-            local_UK = local.view(-1, self.unit)
-            result.append(
-                [local_UK[group].flatten().tolist() for group in groups] or [[] for _ in range(multiple_of)]
-            )
+            result.append([local[places].tolist() for places in groups] or [[] for _ in range(multiple_of)])
         return result
 
-    def _tokens_of_units(self, sample_id: Tensor) -> list[int]:
-        """Return the tokens of each unit of these samples."""
-        return self.lengths_B[sample_id].view(-1, self.unit).sum(1).tolist()
+    def _units(self, sample_id: Tensor) -> Units:
+        """Return the units of samples of a mini-batch, which are numbered by their places here."""
+        lengths = self.lengths_B[sample_id].tolist()
+        if self.prompt_B is None:
+            return Units(torch.arange(len(sample_id)).view(-1, self.unit).tolist(), lengths)
+        members = members_of(self.group_B[sample_id].tolist())
+        return Units(members, lengths, self.prompt_B[sample_id].tolist())

@@ -23,7 +23,8 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import Head, is_language, padded_vocab
 from verl_megatron.models.attention import PackedAttention
 from verl_megatron.models.heads import LanguageHead, SharedTrunkValueHead, ValueHead
-from verl_megatron.models.rope import rope_frequencies
+from verl_megatron.models.rope import TokenRotaryEmbedding, rope_frequencies
+from verl_megatron.models.shared_prompt_attention import SharedPromptAttention
 
 Spec = Literal["te", "local"]
 
@@ -36,6 +37,7 @@ class Compute:
     spec: Spec
     fp8: bool = False  # for the layers' matrix products; transformer-engine only
     recompute: str = "none"  # none, selective, full
+    shared_prompts: bool = False  # micro-batches of `pack_shared`; without context parallelism
 
     @property
     def token_multiple(self) -> int:
@@ -135,16 +137,20 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
     )
 
 
-def layer_spec(arch: Architecture, spec: Spec) -> tuple[Any, Any]:
+def layer_spec(arch: Architecture, compute: Compute) -> tuple[Any, Any]:
     """Return the spec of one layer and the class of the final norm."""
-    if spec == "te":
+    layer: Any
+    if compute.spec == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm), TENorm
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+        if compute.shared_prompts:
+            layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+        return layer, TENorm
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = SharedPromptAttention if compute.shared_prompts else PackedAttention
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer, RMSNorm
@@ -159,7 +165,7 @@ def build_chunks(
     """
     layout, place = groups.layout, groups.coordinates
     config = transformer_config(arch, layout, compute)
-    layer, final_norm = layer_spec(arch, compute.spec)
+    layer, final_norm = layer_spec(arch, compute)
     tied = arch.tied and is_language(head)
     chunks = []
     for chunk in range(layout.vpp):
@@ -183,6 +189,8 @@ def build_chunks(
             )
         frequencies, _ = rope_frequencies(arch)
         model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        if compute.shared_prompts:
+            model.rotary_pos_emb.__class__ = TokenRotaryEmbedding
         built: Any = model.decoder.layers
         assert [layer.layer_number - 1 for layer in built] == list(layers), (
             "Megatron numbers the layers of this stage differently"

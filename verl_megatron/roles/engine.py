@@ -54,6 +54,7 @@ def compute_of(config: EngineConfig) -> Compute:
         spec=choose_spec(config.transformer_impl),
         fp8=config.dtype == "fp8",
         recompute=config.recompute,
+        shared_prompts=config.shared_prompts,
     )
     if compute.fp8 and not (
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
@@ -101,11 +102,10 @@ class Engine:
         self.value_head = options.critic if head == "lm_token" else None
         self.layout, self.compute = groups.layout, compute_of(options.config)
         self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
-        self.scattered = False
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-        self.chunks: list[Any] = []
+        self.scattered, self.chunks = False, list[Any]()
         if not groups.is_member:
             return
         megatron.seed(groups, options.seed)

@@ -25,7 +25,7 @@ from verl_megatron.roles.heads import HEADS, Outputs
 from verl_megatron.roles.inference import filled, infer_models
 from verl_megatron.roles.token_budget import LongestRows, TokenBudget, budget_of_updates
 
-# Fields that every pass needs; the temperature is not always set.
+# Fields that every pass needs; the temperature is not always set, and groups matter to shared prompts only.
 TOKENS = ("generated_ids", "attention_mask", "response_mask", "temperature")
 
 
@@ -82,7 +82,8 @@ class Role:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
         layout = self.engine.layout
         dp_of_sample = table.assign(layout.dp)
-        fields = self.collector.to_role(batch, dp_of_sample, TOKENS)
+        names = (*TOKENS, "group_id") if self.engine.config.shared_prompts else TOKENS
+        fields = self.collector.to_role(batch, dp_of_sample, names)
         width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["sample_id"]) else 1
         here = RolloutBatch(
             input_ids=fields["sample_id"].new_zeros(len(fields["sample_id"]), 0), **trim(fields, width)

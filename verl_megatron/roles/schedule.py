@@ -15,6 +15,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch, TokenSplit, pack, to_device
+from verl_megatron.data.shared_prompts import pack_shared
 from verl_megatron.models.build import Compute, drop_fp8_weights
 from verl_megatron.models.heads import trunk
 
@@ -55,8 +56,12 @@ def pack_all(
         cp_rank=engine.groups.coordinates.cp,
         multiple_of=engine.compute.token_multiple * _sequence_shards(engine.layout),
     )
+    packer = pack_shared if engine.compute.shared_prompts else pack
     return to_device(
-        [pack(batch, samples, fields=fields, last_token=last_token, split=split) for samples in micro_batches]
+        [
+            packer(batch, samples, fields=fields, last_token=last_token, split=split)
+            for samples in micro_batches
+        ]
     )
 
 
@@ -130,6 +135,16 @@ def _forward_step(
     if engine is not first:
         received, chunk = trunk(chunk).decoder.input_tensor, engine.chunks[first.chunks.index(chunk)]
         trunk(chunk).set_input_tensor(received)
+    params = _shared_params(micro) if engine.compute.shared_prompts else _packed_params(micro)
+    output = chunk(micro.tokens, micro.positions, None, packed_seq_params=params)
+
+    def finish(output, non_loss_data=False):
+        return on_last_stage(engine, engine.outputs(output, micro, chunk), micro)
+
+    return output, finish
+
+
+def _packed_params(micro: MicroBatch) -> PackedSeqParams:
     longest = max(micro.lengths)
     params: Any = PackedSeqParams(
         qkv_format="thd",
@@ -139,9 +154,19 @@ def _forward_step(
         max_seqlen_kv=longest,
     )
     params.lengths = micro.lengths
-    output = chunk(micro.tokens, micro.positions, None, packed_seq_params=params)
+    return params
 
-    def finish(output, non_loss_data=False):
-        return on_last_stage(engine, engine.outputs(output, micro, chunk), micro)
 
-    return output, finish
+def _shared_params(micro: MicroBatch) -> PackedSeqParams:
+    """Parameters of `SharedPromptAttention` and `TokenRotaryEmbedding`.
+
+    To Megatron all packed tokens are one sequence, so that it rotates each token by its own embedding.
+    """
+    total = micro.tokens.size(1)
+    ends = micro.cu_seqlens[:: len(micro.lengths)].contiguous()
+    params: Any = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=total, max_seqlen_kv=total
+    )
+    params.lengths, params.cu_sequences, params.shared = micro.lengths, micro.cu_seqlens, micro.shared
+    params.positions = micro.positions.squeeze(0)
+    return params

@@ -1,0 +1,104 @@
+"""Attention of packed groups on a GPU against plain PyTorch, then its speed against that of whole rows.
+
+python tests/gpu/shared_prompts_check.py [--only-check]
+"""
+
+import argparse
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
+from tests.gpu.kernels_check import check_then_time, milliseconds
+from verl_megatron.data.micro_batch import SharedPrompts
+from verl_megatron.models.shared_prompt_attention import Flash, Spans, attention, kernels_for
+
+Groups = list[tuple[int, tuple[int, ...]]]  # tokens of a prompt and of each of its responses
+CASES: list[tuple[Groups, list[int]]] = [
+    ([(300, (130, 1, 77, 400)), (65, (20, 200))], [90]),
+    ([(1, (3, 5))], []),
+    ([(70, (1,))], []),
+    ([(700, (1, 1, 1))], [1]),
+    ([], [300, 1, 20]),
+]
+HEADS = [((4, 4), 128), ((8, 2), 128), ((6, 1), 64)]
+SHAPES = {"4 x (512 + 512)": (512, (512,) * 4), "8 x (4096 + 512)": (4096, (512,) * 8)}
+# Two roundings to bfloat16, of each pass and of their sum, relative to the largest element.
+TOLERANCE = 2**-6
+
+
+def packed(
+    groups: Groups, rows: list[int], device: torch.device | str = "cpu"
+) -> tuple[Spans, SharedPrompts | None]:
+    """The sequences of packed groups and other rows: all of them, and what the groups share."""
+    prompts = [prompt for prompt, _ in groups]
+    responses = [sum(tokens) for _, tokens in groups]
+    lengths = prompts + [tokens for _, group in groups for tokens in group] + rows
+
+    def ends(counts: list[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+
+    own = Spans(queries=lengths, keys=lengths, cu_queries=ends(lengths), cu_keys=ends(lengths), causal=True)
+    shared = SharedPrompts(prompts, responses, ends(prompts), ends(responses)) if groups else None
+    return own, shared
+
+
+def draw(tokens: int, heads: tuple[int, int], head_size: int, device: torch.device) -> list[Tensor]:
+    """Queries, keys, values, and the gradient of the output."""
+    generator = torch.Generator(device).manual_seed(1)
+    return [
+        torch.randn(tokens, n, head_size, generator=generator, device=device).bfloat16()
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    ]
+
+
+def results(given: list[Tensor], dtype: torch.dtype, spans: tuple[Spans, SharedPrompts | None]):
+    """Output and gradients, computed in `dtype`."""
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in given[:3])
+    out = attention(q, k, v, *spans, scale=q.size(-1) ** -0.5)
+    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3].to(dtype)))]
+
+
+def check(device: torch.device) -> None:
+    for groups, rows in CASES:
+        for heads, head_size in HEADS:
+            spans = packed(groups, rows, device)
+            given = draw(sum(spans[0].queries), heads, head_size, device)
+            assert kernels_for(given[0]) is Flash, "this is what is checked"
+            found, want = (results(given, dtype, spans) for dtype in (torch.bfloat16, torch.float32))
+            errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, want, strict=True)]
+            print(groups, rows, heads, head_size, *(f"{error:.1e}" for error in errors), flush=True)
+            assert max(errors) <= TOLERANCE, (groups, rows, heads, head_size, errors)
+
+
+def time_all(device: torch.device, *, groups: int) -> None:
+    """Milliseconds of a layer's attention of Llama 3 8B, forward, and forward and backward."""
+    for name, (prompt, responses) in SHAPES.items():
+        whole = [prompt + tokens for tokens in responses] * groups
+        for how, spans in (
+            ("rows", packed([], whole, device)),
+            ("shared prompts", packed([(prompt, responses)] * groups, [], device)),
+        ):
+            given = draw(sum(spans[0].queries), (32, 8), 128, device)
+            q, k, v = (x.requires_grad_() for x in given[:3])
+
+            def forward(inputs=(q, k, v), spans=spans) -> Tensor:
+                return attention(*inputs, *spans, scale=128**-0.5)
+
+            def both(inputs=(q, k, v), forward=forward, grad=given[3]) -> None:
+                torch.autograd.grad(forward(), inputs, grad)
+
+            print(
+                f"{groups} of {name}: {how:<15} {len(q):>7,} tokens {milliseconds(forward):8.3f} ms forward "
+                f"{milliseconds(both):8.3f} ms with backward",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=2, help="prompts of the timed micro-batches")
+    check_then_time(parser, "checks of shared prompts", check, time_all)
