@@ -57,8 +57,10 @@ def run_jobs(
 
     `report(bytes)` advances the progress bar of a terminal. An exception in a job ends the others.
     """
-    shape = dict(unit="B", unit_scale=True, unit_divisor=1024, disable=None)  # None: where there is none
-    with tqdm(total=total_bytes, desc=title, **shape) as bar:
+    # None: it is disabled where there is no terminal
+    with tqdm(
+        total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=title, disable=None
+    ) as bar:
         if workers == 1 or len(jobs) <= 1:
             for job in jobs:
                 yield function(job, bar.update)

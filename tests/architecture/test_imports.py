@@ -36,7 +36,7 @@ OWNERS = {
         "verl_megatron/roles/",
         "verl_megatron/benchmarks/",
     ),
-    "pyarrow": ("verl_megatron/data/formats/arrow_tables.py",),
+    "pyarrow": ("verl_megatron/data/formats/arrow_tables.py", "verl_megatron/benchmarks/data.py"),
     "math_verify": ("verl_megatron/rewards/math_answers.py",),
     "transformer_engine": ("verl_megatron/models/", "verl_megatron/benchmarks/calibrate.py"),
     "matplotlib": (
@@ -47,6 +47,7 @@ OWNERS = {
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),
     "transformers": (
         "verl_megatron/data/tokenizer.py",
+        "verl_megatron/data/token_ids.py",
         "verl_megatron/checks/folders.py",
         "verl_megatron/models/rope.py",
         "verl_megatron/examples/",

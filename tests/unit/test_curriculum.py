@@ -10,8 +10,6 @@ import torch
 from tests.one_rank import ONE_RANK, OneRank
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.test_sampler import FirstToken, draw_of, odd_vary, prompt_of, sampler_of
-from verl_megatron.checks.algorithm import algorithm_problems
-from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.curriculum import (
     FLOOR,
@@ -29,7 +27,6 @@ from verl_megatron.manifest import _is_cursor
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.curriculum import Curriculum, weights_by
-from verl_megatron.trainer import RLTrainer
 
 COUNTS = {"a": 40, "b": 300, "c": 7, "d": 553, "e": 100}
 GIVEN = [0.5, 2, 0.1, 1, 0.4]
@@ -393,35 +390,3 @@ def test_at_most_20_sources_have_a_metric():
     _, metrics = followed(None, {f"s{number}": 1 + (number > 4) for number in range(30)})
     assert len(metrics) == 21 and sum(metrics.values()) == pytest.approx(1)
     assert metrics["data/weight/other"] == pytest.approx((5 + 5 * 2) / 55) and "data/weight/s5" in metrics
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "words"),
-    [
-        ("async.buffer", "window", "as they come; use async.buffer=in_order"),
-        ("data.samples_per_prompt", 1, "data.samples_per_prompt=1 is one of each"),
-        ("rollout.adaptive_sampling", "0-:samples:1", "rollout.adaptive_sampling leaves one of each"),
-        ("reward.function", "", "follows scores, and there are none"),
-        ("data.train", "a.jsonl:0.5,b.jsonl:0.5", "gives its files weights; leave the weights out"),
-    ],
-)
-def test_what_a_curriculum_cannot_follow_is_refused(setting, value, words):
-    config = TrainerConfig()
-    config.data.samples_per_prompt, config.rollout.devices = 2, "2-3" * (setting == "async.buffer")
-    config.set(setting, value)
-    assert not [problem for problem in algorithm_problems(config, ()) if "curriculum" in problem]
-    config.data.curriculum = "level"
-    (problem,) = [problem for problem in algorithm_problems(config, ()) if "curriculum" in problem]
-    assert problem.startswith("data.curriculum='level'") and words in problem
-
-
-@pytest.mark.parametrize(
-    ("curriculum", "by", "words"),
-    [(3, "files", "curriculum=3 is a int"), (max, "", "data.curriculum, which is empty; set it to files")],
-)
-def test_a_hook_needs_sources_and_is_a_function(curriculum, by, words):
-    config = TrainerConfig()
-    config.data.curriculum = by
-    with pytest.raises(ValueError, match="curriculum=") as refused:
-        RLTrainer(config, curriculum=curriculum)
-    assert words in str(refused.value)

@@ -81,10 +81,10 @@ class InTurns(RLTrainer):
         channel = self.run.channel
         assert isinstance(channel, ColocatedChannel)
 
-        def publish(version: int) -> None:
+        def publish(version: int, *, was_updated: bool = False) -> None:
             # offloading after the updates counts towards the next iteration
             self.run.residency.offload = self.ways[(step + 1) % 2]
-            ColocatedChannel.publish(channel, version)
+            ColocatedChannel.publish(channel, version, was_updated=was_updated)
 
         channel.publish = publish
         metrics = super()._iterate()

@@ -82,11 +82,6 @@ def _check_asynchrony(config: TrainerConfig) -> list[str]:
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
             f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"
         )
-    if asynchrony.buffer == "window" and config.data.curriculum:
-        problems.append(
-            f"data.curriculum={short_repr(config.data.curriculum)} follows the scores of earlier iterations, "
-            "and async.buffer=window draws prompts before they are known; use async.buffer=in_order"
-        )
     return problems
 
 

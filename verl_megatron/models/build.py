@@ -190,7 +190,7 @@ def build_chunks(
         frequencies, _ = rope_frequencies(arch)
         model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
         if compute.shared_prompts:
-            model.rotary_pos_emb.__class__ = TokenRotaryEmbedding
+            cast(Any, model.rotary_pos_emb).__class__ = TokenRotaryEmbedding
         built: Any = model.decoder.layers
         assert [layer.layer_number - 1 for layer in built] == list(layers), (
             "Megatron numbers the layers of this stage differently"

@@ -137,7 +137,8 @@ class Kernels(Protocol):
 def kernels_for(query: Tensor) -> type[Kernels]:
     """Choose FlashAttention where it runs: GPUs, half precision, head sizes of whole vectors."""
     fits = query.size(-1) % 8 == 0 and query.size(-1) <= 256
-    return Flash if query.is_cuda and query.dtype != torch.float32 and fits else Plain
+    kernels: type[Any] = Flash if query.is_cuda and query.dtype != torch.float32 and fits else Plain
+    return kernels
 
 
 class Flash:

@@ -105,7 +105,8 @@ class Engine:
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-        self.scattered, self.chunks = False, list[Any]()
+        self.scattered = False
+        self.chunks: list[Any] = []
         if not groups.is_member:
             return
         megatron.seed(groups, options.seed)

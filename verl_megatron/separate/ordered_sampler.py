@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -245,7 +246,7 @@ class OrderedSampler(RemoteSampler):
             if not able:
                 self._fleet.admit(waits=True)
                 continue
-            load = {place: sum(other.place == place for other in self._waiting) for place in able}
+            load = Counter(other.place for other in self._waiting)
             place = part.home if part.home in able else min(able, key=lambda place: (load[place], place))
             try:
                 self._fleet.provide(place, part.order.version)

@@ -34,7 +34,8 @@ def places_of(shares: Sequence[Share]) -> list[int]:
         ValueError: a weight is so small that its source gets none.
     """
     length = sum(count for _, count in shares)
-    exact = [length * share for share in shares_of([weight for weight, _ in shares])]
+    weights = [weight for weight, _ in shares]
+    exact = [length * share for share in shares_of(weights)]
     places = [int(part) for part in exact]
     by_remainder = sorted(range(len(exact)), key=lambda at: places[at] - exact[at])
     for at in by_remainder[: length - sum(places)]:
