@@ -227,7 +227,7 @@ BAD = [
     (dict(actor__layout="tp\u0662"), ["not understood"]),
     (dict(actor__layout="tp0"), ["size of 0"]),
     (dict(actor__layout="tp-1"), ["not understood"]),
-    (dict(critic__devices="0-999999999"), ["critic.devices='0-999999999'", "below the 4"]),
+    (dict(critic__devices="0-999999999"), ["critic.devices='0-999999999'", "at most 131,072"]),
     (dict(critic__devices="3-0"), ["critic.devices='3-0'"]),
     (dict(actor__stage_layers=[1] * 10**6), ["stage_layers=[1, 1", "2 pipeline stages"]),
     (dict(run__track_metrics=["console", "console"]), ["run.track_metrics names console twice"]),

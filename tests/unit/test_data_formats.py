@@ -12,10 +12,9 @@ from pyarrow import parquet
 
 from tests.characters import characters
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
-from verl_megatron.data import item_store
-from verl_megatron.data.formats import arrow_tables
+from verl_megatron.data.formats import arrow_tables, item_store
+from verl_megatron.data.formats.item_store import ItemStore
 from verl_megatron.data.formats.sources import find_files, source_problem
-from verl_megatron.data.item_store import ItemStore
 from verl_megatron.data.pairs import PairDataset
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 

@@ -88,7 +88,7 @@ def ranks(monkeypatch):
 
 @pytest.mark.parametrize("in_memory", [0, 1 << 20])
 def test_the_second_rank_opens_what_the_first_has_read(tmp_path, monkeypatch, ranks, in_memory):
-    monkeypatch.setattr("verl_megatron.data.item_store.IN_MEMORY", in_memory)
+    monkeypatch.setattr("verl_megatron.data.formats.item_store.IN_MEMORY", in_memory)
     path = write(tmp_path / "train.jsonl", mixed_rows(50))
     readers = []
 

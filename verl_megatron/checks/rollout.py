@@ -10,7 +10,7 @@ from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.problems import problem_of
-from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
+from verl_megatron.config import LEAST_TEMPERATURE, AsyncConfig, RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import num_training_ranks, rollout_worlds, shares_dtype
 from verl_megatron.rollout.adaptive import Entry, Table, parse_table
 from verl_megatron.rollout.engine import num_replicas
@@ -70,13 +70,12 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
 def _check_asynchrony(config: TrainerConfig) -> list[str]:
     """Check the section async: what needs ranks of its own, and what needs a window."""
     asynchrony, problems = config.async_, []
-    for name, default in (("max_staleness", 0), ("buffer", "in_order")):
-        value = getattr(asynchrony, name)
-        if value != default and not config.rollout.devices:
-            problems.append(
-                f"async.{name}={value} needs a rollout on ranks of its own; name them in rollout.devices, or "
-                f"leave it at {default}"
-            )
+    given = {"max_staleness": asynchrony.max_staleness > 0, "buffer": asynchrony.buffer != "in_order"}
+    for name in (name for name, is_given in given.items() if is_given and not config.rollout.devices):
+        problems.append(
+            f"async.{name}={getattr(asynchrony, name)} needs a rollout on ranks of its own; name them in "
+            f"rollout.devices, or leave it at {getattr(AsyncConfig(), name)}"
+        )
     if asynchrony.partial != "finish" and asynchrony.buffer != "window":
         problems.append(
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "

@@ -14,9 +14,9 @@ from typing import Any, cast
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.columns import Columns
+from verl_megatron.data.formats.item_store import Handle, ItemStore
 from verl_megatron.data.formats.json_lines import name_of
 from verl_megatron.data.formats.sources import JSON, DataFile, find_files, parts_of
-from verl_megatron.data.item_store import Handle, ItemStore
 from verl_megatron.data.order.mixture import Share, places_of
 from verl_megatron.data.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel import device
 from parallel.rank_set import RankSet
-from verl_megatron.data.item_store import Handle
+from verl_megatron.data.formats.item_store import Handle
 from verl_megatron.data.row_reader import RowReader
 
 _POLL_S = 0.02

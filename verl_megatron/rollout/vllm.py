@@ -22,12 +22,13 @@ from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.state import preserved_environment, preserved_random_state
 from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, internal_id
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
     groups_in_order,
+    preserved_environment,
+    preserved_random_state,
     release_groups,
     resolve_dtype,
     starting,

@@ -1,13 +1,17 @@
-"""The process around a vLLM engine: environment, imports, and process groups."""
+"""The process around a vLLM engine: environment, imports, process groups, and state that vLLM changes."""
 
 import contextlib
+import gc
 import os
+import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy
+import torch
 
 from parallel import device
 from verl_megatron.rollout import vllm_cpu
-from verl_megatron.rollout.state import paused_collector
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process engine: weights are written in place
@@ -74,3 +78,50 @@ def check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
 def resolve_dtype(setting: str) -> str:
     """Return the dtype of the weights; "auto" is bfloat16 on GPUs and float32 on CPUs."""
     return setting if setting != "auto" else "bfloat16" if device.is_gpu() else "float32"
+
+
+# ---- state that is restored --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def preserved_environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables of `defaults` that are not set; restore the environment on exit."""
+    before = dict(os.environ)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the generators of random, numpy and torch (CPU and the current GPU) on exit."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Disable garbage collection and freeze existing objects: large imports take a third less time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # so that explicit collections are fast, too
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
