@@ -100,12 +100,15 @@ class Engine:
         self.head: Head = head
         self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
         self.value_head = options.critic if head == "lm_token" else None
-        self.layout, self.compute = groups.layout, compute_of(options.config)
+        self.layout, self.compute, self.scattered = groups.layout, compute_of(options.config), False
         self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
+<<<<<<< HEAD
         self.scattered = False
+=======
+>>>>>>> f2a6a5e (shared prompts: types)
         self.chunks: list[Any] = []
         if not groups.is_member:
             return
