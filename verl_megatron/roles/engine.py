@@ -105,10 +105,6 @@ class Engine:
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-<<<<<<< HEAD
-        self.scattered = False
-=======
->>>>>>> f2a6a5e (shared prompts: types)
         self.chunks: list[Any] = []
         if not groups.is_member:
             return
