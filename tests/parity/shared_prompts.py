@@ -74,7 +74,7 @@ def run_once(
         batch.lengths,
         batch.response_mask.sum(1),
         torch.zeros_like(batch.sample_id),
-        batch.group_id,
+        batch.required("group_id"),
         [mini_batch],
         prompt_B=prompt_lengths(batch) if config.shared_prompts else None,
     )

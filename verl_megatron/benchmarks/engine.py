@@ -8,6 +8,9 @@ MFU counts matrix products and the causal half of attention, a backward pass twi
 embedding, logits of unneeded tokens, and recomputation. With --baseline, a step with full logits and
 Megatron-Core's own cross-entropy is measured alternately.
 
+With --samples-per-prompt, samples are groups, which `--set shared_prompts=true` packs with their prompt once.
+Its tokens and FLOPs then count once, too; the seconds are those of the same samples.
+
 Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-parallel rank.
 """
 
@@ -38,7 +41,7 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.packing import micro_batches
+from verl_megatron.data.packing import Units, members_of
 from verl_megatron.models.heads import head_weight
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import described, make_profiler
@@ -52,6 +55,7 @@ from verl_megatron.launch.options import Options, add_launcher_options
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --layout tp2sp --set dtype=fp8",
+    "--rows 32 --prompt 4096 --samples-per-prompt 8 --set shared_prompts=true",
     "--ranks 2 --hf outputs/toy/model --layout tp2 --rows 8 --prompt 16 --response 16",
 )
 
@@ -73,13 +77,17 @@ class Row:
         return self.flops / self.seconds / 1e12
 
 
-def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: int) -> RolloutBatch:
+def make_rows(options: argparse.Namespace, *, vocab_size: int, seed: int) -> RolloutBatch:
     """Return random tokens with random advantages; old log-probs are about right for an untrained model."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
+    draw, count, prompt = torch.Generator().manual_seed(seed), options.rows, options.prompt
+    ids = torch.randint(3, vocab_size, (count, prompt + options.response), generator=draw).tolist()
+    group_id = torch.arange(count) // options.samples_per_prompt
     batch = RolloutBatch.from_lists(
-        list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids]
+        list(range(count)),
+        [ids[group * options.samples_per_prompt][:prompt] for group in group_id.tolist()],
+        [row[prompt:] for row in ids],
     )
+    batch.group_id = group_id
     batch.advantages = torch.randn(batch.generated_ids.shape, generator=draw) * batch.response_mask
     batch.logprobs = (
         -torch.full_like(batch.advantages, torch.tensor(float(vocab_size)).log().item()) * batch.response_mask
@@ -156,16 +164,15 @@ class Bench:
             head="lm",
             options=EngineOptions(config=config, seed=1),
         )
-        self.batch = make_rows(
-            options.rows,
-            prompt=options.prompt,
-            response=options.response,
-            vocab_size=arch.vocab_size,
-            seed=self.engine.groups.coordinates.dp,
-        )
-        lengths, budget = self.batch.lengths.tolist(), config.tokens_per_micro_batch * layout.cp
-        self.micro = micro_batches(
-            lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
+        seed = self.engine.groups.coordinates.dp
+        self.batch = make_rows(options, vocab_size=arch.vocab_size, seed=seed)
+        units = Units([[row] for row in range(options.rows)], self.batch.lengths.tolist())
+        if config.shared_prompts:
+            members = members_of(self.batch.required("group_id").tolist())
+            units = Units(members, units.lengths, [options.prompt] * options.rows)
+        self.micro = units.micro_batches(
+            tokens_per_micro_batch=config.tokens_per_micro_batch * layout.cp,
+            multiple_of=layout.pp if layout.vpp > 1 else 1,
         )
         self.num_tokens, self.num_steps = options.rows * options.response * layout.dp, options.steps
 
@@ -246,6 +253,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument(
+        "--samples-per-prompt", type=int, default=1, metavar="N", help="rows of one prompt; a divisor of them"
+    )
+    parser.add_argument(
         "--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine"
     )
     parser.add_argument(
@@ -277,11 +287,13 @@ def planned_run(
         options.layout,
         "grpo",
     )
-    config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = (
-        options.rows * layout.dp,
-        options.prompt,
-        options.response,
-    )
+    rows, group = options.rows, options.samples_per_prompt
+    if group < 1 or rows % group:
+        raise ValueError(f"--samples-per-prompt={group} does not divide --rows={rows}; choose a divisor")
+    if settings.shared_prompts and layout.cp > 1:
+        raise ValueError(f"--set shared_prompts=true needs a layout without cp, not --layout={layout}")
+    config.data.prompts_per_iteration, config.data.samples_per_prompt = rows * layout.dp // group, group
+    config.data.max_prompt_tokens, config.rollout.max_tokens = options.prompt, options.response
     refuse(check_values(config))
     return PlannedRun.of(config, world_size=dist.get_world_size(), read=lambda _: arch)
 

@@ -190,7 +190,8 @@ class Plain:
             grads[0].append(torch.einsum("kgQK,Kkd->Qkgd", ds, k).flatten(1, 2))
             grads[1].append(torch.einsum("kgQK,Qkgd->Kkd", ds, q.unflatten(1, (k_heads, g))))
             grads[2].append(torch.einsum("kgQK,Qkgd->Kkd", p, dout))
-        return tuple(torch.cat(parts).to(x.dtype) for parts, x in zip(grads, inputs))
+        dq, dk, dv = (torch.cat(parts).to(x.dtype) for parts, x in zip(grads, inputs))
+        return dq, dk, dv
 
 
 def _sequences(

@@ -193,8 +193,23 @@ class PlannedRun:
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens of a sample in a forward pass: all but the last."""
-        return self.prompt_tokens + self.response_tokens - 1
+        """Tokens of a sample in a forward pass: all but the last, with its share of a shared prompt."""
+        return ceil(self.prompt_tokens / self._sharing) + self.response_tokens - 1
+
+    @property
+    def attended_tokens(self) -> float:
+        """Tokens that a packed one attends to, on average over a sample's.
+
+        Half of a prompt those of the prompt, and all of it and half of the response those of the response.
+        """
+        prompt, response = self.prompt_tokens, self.response_tokens - 1
+        pairs = prompt**2 / (2 * self._sharing) + prompt * response + response**2 / 2
+        return pairs / self.packed_tokens
+
+    @property
+    def _sharing(self) -> int:
+        """Samples that share the tokens of their prompt."""
+        return self.config.data.samples_per_prompt if self.config.engine.shared_prompts else 1
 
     @property
     def element_bytes(self) -> int:

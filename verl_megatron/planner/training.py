@@ -52,13 +52,13 @@ def forward_flops(run: PlannedRun, role: PlannedRole) -> float:
 def layer_flops(run: PlannedRun, role: PlannedRole) -> tuple[float, float]:
     """FLOPs of a layer's forward pass per token: products, and causal attention.
 
-    Products are 2 h (2q + 2k + 3f), attention is 4 q times half a sample.
+    Products are 2 h (2q + 2k + 3f), attention is 4 q times the tokens that one attends to.
     """
     arch = role.arch
     queries, keys = attention_channels(arch)
     return 2.0 * arch.hidden_size * (
         2 * queries + 2 * keys + 3 * arch.intermediate_size
-    ), 2.0 * queries * run.packed_tokens
+    ), 4.0 * queries * run.attended_tokens
 
 
 def infer_seconds(run: PlannedRun, machine: Machine, roles: Sequence[PlannedRole]) -> float:
