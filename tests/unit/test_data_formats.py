@@ -151,6 +151,24 @@ def test_verls_and_trls_columns_are_recognized_and_named_once(tmp_path):
     ]
 
 
+def test_verls_parquet_trls_messages_and_json_lines_are_the_same_token_for_token(tmp_path):
+    """Questions as GSM8K has them, with Qwen's chat template; one of TRL's rows still has its answer."""
+    turns = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    opened = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    qwen = characters("{% for m in messages %}" + turns + "{% endfor %}" + opened)
+    trl = [{"messages": list(row["prompt"]), "answer": row["reward_model"]["ground_truth"]} for row in CHATS]
+    trl[2]["messages"].append({"role": "assistant", "content": "4"})
+    lines = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in CHATS]
+    files = [("verl.parquet", CHATS), ("trl.parquet", trl), ("trl.jsonl", trl), ("rows.jsonl", lines)]
+    found = []
+    for name, rows in files:
+        path = write(tmp_path / name, rows)
+        data = PromptDataset(path, qwen, DataConfig(train=path))
+        found.append([(one.text, one.prompt_token_ids, one.answer) for one in data])
+    assert found == [found[0]] * 4 and len(found[0]) == 5
+    assert found[0][0][0].endswith("<|im_start|>user\nwhat is 0 + 2?<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_trls_demonstrations_and_pairs(tmp_path):
     turn = {"role": "assistant", "content": "four"}
     user = [{"role": "user", "content": "2 + 2?"}]

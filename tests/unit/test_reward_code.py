@@ -226,6 +226,19 @@ def test_processes_are_counted_before_a_bomb_is_tried():
     assert 1 < int(ended.output) <= MOST_PROCESSES
 
 
+def test_the_processes_of_a_program_have_its_memory_together():
+    """Each stays below the limit; a child starts while the program goes on to hold what it has."""
+    held = (
+        "import os, sys, time\nfor n in range(3):\n  if not os.fork(): break\n"
+        "x = bytearray(MIB << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\ntime.sleep(1)\nprint(2)"
+    )
+    limits = Limits(seconds=20, memory_bytes=256 << 20)
+    within = run_program(held.replace("MIB", "20"), b"", limits)
+    assert (within.output, within.cut) == (b"2\n" * 4, "")
+    beyond = run_program(held.replace("MIB", "120"), b"", limits)
+    assert (beyond.output, beyond.cut) == (b"", "memory")
+
+
 # ---- cheats ------------------------------------------------------------------------------------------------
 
 CHEATS = {

@@ -104,7 +104,7 @@ class RewardConfig(Section):
     )
     code_timeout_s: float = setting(5.0, "code: time limit of one program, seconds", within="(0, 100000]")
     code_memory_mib: int = setting(
-        1024, "code: memory of each process of a program, MiB", within="[64, 16777216]"
+        1024, "code: memory of all processes of a program, MiB", within="[64, 16777216]"
     )
     overlong_tokens: int = setting(
         0, "last tokens before rollout.max_tokens in which the score falls; 0: off", within=COUNT

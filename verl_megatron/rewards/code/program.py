@@ -10,7 +10,8 @@ and waits. The child's child is the program. It has
   /var/tmp and /dev/shm. There is no /proc, no home, no file of the run;
 - no file descriptor but its input and output, and a clean environment;
 - no system calls that would give it memory without limits, or that it has no need of;
-- limits of time, memory, processes, sizes of files, and output.
+- limits of time, memory, processes, sizes of files, and output. Memory of several processes is looked at from
+  outside, forty times a second.
 
 The kernel ends all its processes with the first one of its namespace.
 
@@ -18,6 +19,7 @@ Worker processes import this file, so it needs only the standard library.
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import resource
@@ -41,6 +43,7 @@ REMEDY = (
     "mount), or score code with a function of yours"
 )
 MOST_PROCESSES = 16  # threads count
+_LOOK_S = 0.025  # between two looks at the memory of all processes
 
 # Users, processes, mounts, network, IPC, host name (linux/sched.h)
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
@@ -57,7 +60,7 @@ class Limits:
     """What a program may use."""
 
     seconds: float
-    memory_bytes: int  # address space of each process
+    memory_bytes: int  # address space of each process, and memory of all of them
     output_bytes: int = 1 << 20
 
 
@@ -80,21 +83,23 @@ def run_program(source: str, given: bytes, limits: Limits) -> Ended:
         said, saying = _pipe(stack)
         mapped, mapping = _pipe(stack)
         output, writing = _pipe(stack)
+        started, starting = _pipe(stack)
         memory = stack.enter_context(open(os.memfd_create("input"), "w+b"))
         memory.write(given)
         memory.seek(0)
-        streams = _Streams(memory.fileno(), writing.fileno(), saying.fileno(), mapped.fileno())
+        ends = (memory, writing, saying, mapped, starting)
+        streams = _Streams(*(end.fileno() for end in ends))
         parent = os.getpid()
         outer = os.fork()
         if not outer:
             _guarded(streams.said, lambda: _be_outer(parent, streams, source, limits))
         cut, text, problem = "", b"", b""
         try:
-            for end in (saying, mapped, writing):
+            for end in ends[1:]:
                 end.close()
-            problem = _map_users(said, mapping)
+            number, problem = _map_users(said, mapping)
             if not problem:
-                text, cut = _read(output, limits)
+                text, cut = _read(output, started, limits, number)
         finally:
             signal_process(outer, signal.SIGTERM)  # it ends all others first
             code = os.waitstatus_to_exitcode(os.waitpid(outer, 0)[1])
@@ -112,6 +117,7 @@ class _Streams:
     output: int
     said: int  # what went wrong
     mapped: int  # a byte arrives once the users are mapped
+    starting: int  # it is closed once the program has begun
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[RawIOBase, RawIOBase]:
@@ -122,14 +128,15 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[RawIOBase, RawIOBase]:
     return ends
 
 
-def _map_users(said: RawIOBase, mapping: RawIOBase) -> bytes:
-    """Map the users of the outer process, which may not do it itself; return what it says of a problem.
+def _map_users(said: RawIOBase, mapping: RawIOBase) -> tuple[str, bytes]:
+    """Map the users of the outer process, which may not do it itself.
 
-    It says its number in /proc, which is another one than in this namespace.
+    Returns:
+        Its number in /proc, which is another one than in this namespace, and what it says of a problem.
     """
     number = said.read(32) or b""
     if not number.isdigit():
-        return number or b"no process"
+        return "", number or b"no process"
     folder = Path("/proc") / number.decode()
     own = os.geteuid(), os.getegid()
     if own[0] == 0:  # no limit of processes holds for root
@@ -140,24 +147,57 @@ def _map_users(said: RawIOBase, mapping: RawIOBase) -> bytes:
     for name, text in zip(("uid_map", "gid_map"), maps):
         (folder / name).write_text(text)
     mapping.write(b"1")
-    return b""
+    return number.decode(), b""
 
 
-def _read(output: RawIOBase, limits: Limits) -> tuple[bytes, str]:
+def _read(output: RawIOBase, started: RawIOBase, limits: Limits, outer: str) -> tuple[bytes, str]:
     """Return the output until all processes have ended, and why they have to be ended, or ""."""
     until, text = time.monotonic() + limits.seconds, b""
+    next_look = math.inf  # at the memory: before the program begins, it is a copy of this process
     poll = select.poll()
-    poll.register(output, select.POLLIN)
-    while (left := until - time.monotonic()) > 0:
-        if not poll.poll(math.ceil(left * 1000)):
-            break
-        chunk = output.read(1 << 16) or b""
-        text += chunk
-        if not chunk:
-            return text, ""
-        if len(text) > limits.output_bytes:
-            return text, "output"
+    for stream in (output, started):
+        poll.register(stream, select.POLLIN)
+    while (now := time.monotonic()) < until:
+        if now >= next_look:
+            if _memory_of_program(outer) > limits.memory_bytes:
+                return text, "memory"
+            next_look = time.monotonic() + _LOOK_S
+        ready = [stream for stream, _ in poll.poll(math.ceil((min(until, next_look) - now) * 1000))]
+        if started.fileno() in ready:
+            poll.unregister(started)
+            next_look = time.monotonic() + _LOOK_S
+        if output.fileno() in ready:
+            chunk = output.read(1 << 16) or b""
+            text += chunk
+            if not chunk:
+                return text, ""
+            if len(text) > limits.output_bytes:
+                return text, "output"
     return text, "time"
+
+
+def _memory_of_program(outer: str) -> int:
+    """Return the bytes of memory of a program's processes; 0 where the kernel does not list them.
+
+    Memory that processes share since a fork counts for each.
+    """
+    return sum(map(_memory_below, _children(outer)))
+
+
+def _memory_below(number: str) -> int:
+    total = 0
+    for child in _children(number):
+        with contextlib.suppress(OSError):  # it has ended
+            resident, shared = Path(f"/proc/{child}/statm").read_text().split()[1:3]
+            total += (int(resident) - int(shared)) * resource.getpagesize()
+        total += _memory_below(child)
+    return total
+
+
+def _children(number: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    return []
 
 
 # ---- the processes of a program ----------------------------------------------------------------------------
@@ -189,6 +229,7 @@ def _be_outer(parent: int, streams: _Streams, source: str, limits: Limits) -> No
     if not first:
         os.close(staying)
         _guarded(streams.said, lambda: _be_first(alive, streams, source, limits))
+    os.close(streams.starting)
     signal.signal(signal.SIGTERM, lambda *_: signal_process(first, signal.SIGKILL))
     os.write(staying, b"1")
     leave_as(os.waitpid(first, 0)[1])
@@ -203,6 +244,7 @@ def _be_first(alive: int, streams: _Streams, source: str, limits: Limits) -> Non
     program = os.fork()
     if not program:
         _guarded(streams.said, lambda: _be_program(streams, limits))
+    os.close(streams.starting)
     ended, status = os.waitpid(-1, 0)
     while ended != program:
         ended, status = os.waitpid(-1, 0)
@@ -215,15 +257,15 @@ def _be_program(streams: _Streams, limits: Limits) -> None:
     _drop_rights()
     _limit(limits)
     null = os.open("/dev/null", os.O_WRONLY)
-    os.set_inheritable(streams.said, False)
+    starting = fcntl.fcntl(streams.starting, fcntl.F_DUPFD_CLOEXEC, 5)
     for number, stream in enumerate((streams.given, streams.output, null)):
         os.dup2(stream, number)
-    last = os.dup2(streams.said, 3, inheritable=False)
-    os.closerange(last + 1, most)
+    said = os.dup2(streams.said, 3, inheritable=False)  # both are closed as the program begins
+    os.closerange(os.dup2(starting, 4, inheritable=False) + 1, most)
     try:
         os.execve(sys.executable, [sys.executable, "-I", "-B", MAIN], _ENVIRONMENT)
     except OSError as error:
-        os.write(last, f"{sys.executable} cannot be started ({error.strerror})".encode())
+        os.write(said, f"{sys.executable} cannot be started ({error.strerror})".encode())
 
 
 def _drop_rights() -> None:
