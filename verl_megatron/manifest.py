@@ -51,7 +51,9 @@ def _is_validation(value: Any) -> bool:
 
 
 def _is_before(value: Any) -> bool:
-    return value == {} or (are_numbers(value) and "validation/accuracy" in value)
+    return value == {} or (
+        are_numbers(value) and not {"validation/accuracy", "validation/loss"}.isdisjoint(value)
+    )
 
 
 def _is_kl(value: Any) -> bool:

@@ -41,9 +41,9 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f', did you mean "{close[0]}"?' if close else ""
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 rank`, or `2 ranks`."""
-    return f"{count:,} {noun}" + "s" * (count != 1)
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return `1 rank`, or `2 ranks`; `many` is a plural that has no s at its end."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def short_repr(value: object, *, limit: int = VALUE) -> str:

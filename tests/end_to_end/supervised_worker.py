@@ -31,7 +31,7 @@ def config_of(schema: type, toy: Path, output_dir: Path, **run):
     config = schema()
     paired = schema is not SFTConfig
     config.data.train = str(toy / ("pairs.jsonl" if paired else "sft.jsonl"))
-    config.data.validation = str(toy / "few.jsonl") if paired else ""
+    config.data.validation = str(toy / ("few.jsonl" if paired else "few_sft.jsonl"))
     if paired:
         config.data.pairs_per_step = 6
     else:
@@ -67,7 +67,9 @@ def check_resume(schema: type, toy: Path, out: Path) -> SupervisedTrainer:
         again = SupervisedTrainer(config_of(schema, toy, out / "stopped", export=False, resume=resume))
         metrics = again.train()
     assert again.state.step == STEPS, metrics
-    assert learnt(out / "stopped") == learnt(out / "whole") and len(learnt(out / "whole")) == STEPS
+    rows = learnt(out / "whole")
+    assert learnt(out / "stopped") == rows and [row["step"] for row in rows] == [*range(STEPS + 1)]
+    assert "validation/loss" in rows[0] and "validation/loss" in rows[-1]
     return whole
 
 
@@ -87,6 +89,8 @@ def main(toy: Path, out: Path) -> None:
     if int(os.environ["RANK"]) == 0:
         rows = (toy / "val_pairs.jsonl").read_text().splitlines()[:8]
         (toy / "few.jsonl").write_text("\n".join(rows) + "\n")
+        rows = (toy / "sft.jsonl").read_text().splitlines()[:8]
+        (toy / "few_sft.jsonl").write_text("\n".join(rows) + "\n")
     for schema in LAYOUTS:
         trainer = check_resume(schema, toy, out / schema.__name__)
         if schema is RewardModelConfig:

@@ -31,8 +31,11 @@ def train(toy, folder, layout: str) -> list[dict]:
     )
     ended = run(2, "verl_megatron.sft", *settings, folder=folder)
     rows = read_metrics(folder / "run")
-    assert ended.last_line == f"last loss {rows[-1]['sft/loss']:.4f}"
-    return rows
+    before, after = (rows[at]["validation/loss"] for at in (0, -1))
+    last = f"last loss {rows[-1]['sft/loss']:.4f}, validation loss {before:.4f} -> {after:.4f}"
+    assert ended.last_line == last and after < before
+    assert f"64 samples a step; actor {layout}:" in ended.stdout
+    return rows[1:]
 
 
 def test_sft_lowers_the_loss_under_any_layout(toy, tmp_path):

@@ -127,8 +127,9 @@ def test_an_unknown_gpu_is_named(ranks):
 
 def test_supervised_runs_are_checked_too(ranks):
     ranks(4, 4)
-    assert "actor tp2dp2: 256 samples a step, about 128.0 a data-parallel rank" in supervised_plan(
-        {"actor": {"path": "llama3-8b", "layout": "tp2"}}, SFTConfig
+    assert (
+        "256 samples a step; actor tp2dp2: 128 samples a data-parallel rank; micro-batches"
+        in supervised_plan({"actor": {"path": "llama3-8b", "layout": "tp2"}}, SFTConfig)
     )
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):
         supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}}, SFTConfig)
@@ -151,10 +152,10 @@ def test_runs_on_pairs_are_planned(ranks):
     plans = [supervised_plan({"actor": model}, schema) for schema in (SFTConfig, DPOConfig)]
     weights = [float(re.search(r"weights ([\d.]+)", plan)[1]) for plan in plans]
     assert weights[1] == pytest.approx(2 * weights[0], abs=0.2)
-    assert "actor tp2dp2: 64 pairs a step, about 32.0 a data-parallel rank" in plans[1]
+    assert "64 pairs a step; actor tp2dp2: 32 pairs a data-parallel rank; micro-batches" in plans[1]
     assert "reference: the initial weights of the actor, frozen" in plans[1]
     plan = supervised_plan({"reward": model}, RewardModelConfig)
-    assert "reward tp2dp2: 64 pairs a step" in plan and "It fits: " in plan
+    assert "64 pairs a step; reward tp2dp2" in plan and "It fits: " in plan
     with pytest.raises(ValueError, match="reward.path='none' is neither a folder nor"):
         supervised_plan({"reward": {"path": "none"}}, RewardModelConfig)
 

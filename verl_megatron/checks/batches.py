@@ -1,9 +1,10 @@
 """Division of an iteration's samples into mini-batches and data-parallel ranks."""
 
 from parallel.layout import Layout
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import counted, short_repr
 from verl_megatron.checks.rollout import SETTING, least_samples
-from verl_megatron.config import EngineConfig, TrainerConfig
+from verl_megatron.config import EngineConfig, SupervisedConfig, TrainerConfig
+from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import layout_of, models_of, num_rollout_ranks
 
 MOST_SAMPLES = 1_000_000  # per iteration: every rank has a table of all
@@ -59,14 +60,32 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
     least = data.prompts_per_iteration * least_samples(config)
     fewer = f" (at least {least}, by {SETTING})" if least < samples else ""
     return (
-        f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
-        f"{_count(samples, 'sample')}{fewer}"
-        f" = {_count(algorithm.num_mini_batches, 'mini-batch', 'mini-batches')} of "
+        f"{counted(data.prompts_per_iteration, 'prompt')} x {counted(data.samples_per_prompt, 'sample')} = "
+        f"{counted(samples, 'sample')}{fewer}"
+        f" = {counted(algorithm.num_mini_batches, 'mini-batch', 'mini-batches')} of "
         f"{mini_batch}; {'; '.join(shares)};"
         f" micro-batches {_largest(engine)}; "
-        f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
-        f" an iteration; rollout {_count(replicas, 'replica')} of "
+        f"{counted(algorithm.epochs, 'epoch')}: {counted(steps, 'optimizer step')}"
+        f" an iteration; rollout {counted(replicas, 'replica')} of "
         f"tp{config.rollout.tp}{_at_once(config)}"
+    )
+
+
+def supervised_arithmetic(config: SupervisedConfig, world_size: int, *, items: int = 0) -> str:
+    """Describe the batch of an optimizer step in one line; `config` must have passed its checks.
+
+    Args:
+        items: number of samples or pairs in the data; 0: not known yet.
+    """
+    trained, count = models_of(config)[0], items_per_step(config.data)
+    item = "pair" if is_paired(config.data) else "sample"
+    layout = layout_of(trained.model, world_size)
+    steps, taken = config.run.iterations, config.run.iterations * count
+    whole = f" of {items:,}, {taken / items:.2g} epochs" if items else ""
+    return (
+        f"{counted(count, item)} a step; {trained.section} {layout}: {_about(count, layout.dp, item)} a "
+        f"data-parallel rank; micro-batches {_largest(config.engine)}, packed; "
+        f"{counted(steps, 'step')} take {taken:,} {item}s{whole}"
     )
 
 
@@ -84,11 +103,5 @@ def _at_once(config: TrainerConfig) -> str:
     )
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _about(samples: int, parts: int) -> str:
-    return (
-        _count(samples // parts, "sample") if samples % parts == 0 else f"about {samples / parts:.1f} samples"
-    )
+def _about(count: int, parts: int, item: str = "sample") -> str:
+    return counted(count // parts, item) if count % parts == 0 else f"about {count / parts:.1f} {item}s"

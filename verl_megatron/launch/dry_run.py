@@ -17,17 +17,15 @@ from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.remote.models import is_remote, local_folder, shown
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.batches import batch_arithmetic, supervised_arithmetic
 from verl_megatron.checks.limits import check_types
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
-from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.launch.hosts import Part, place_worlds
 from verl_megatron.model_specs import (
     is_separate,
-    layout_of,
     models_of,
     num_training_ranks,
     rollout_devices,
@@ -87,16 +85,13 @@ def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: 
         schema: class of the run's settings.
     """
     world_size, ranks_per_host = world()
-    trained = models_of(schema())[0].section
     with _stand_ins(settings, schema) as given:
         config = structured(given.settings, schema)
         inputs = Inputs()
         problems = inspect_supervised(config, world_size=world_size, rows=given.rows, inputs=inputs)
         refuse(given.with_models(problems))
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
-    layout = layout_of(models_of(config)[0].model, world_size)
-    count, items = items_per_step(config.data), "pairs" if is_paired(config.data) else "samples"
-    share = f"{trained} {layout}: {count} {items} a step, about {count / layout.dp:.1f} a data-parallel rank"
+    share = supervised_arithmetic(config, world_size)
     reference = ["reference: the initial weights of the actor, frozen"] * (len(models_of(config)) > 1)
     title = _title(world_size, ranks_per_host)
     return "\n".join([title, share, *reference, *inputs.notes, planned])

@@ -26,6 +26,10 @@ def main(overrides: "DictConfig", *, schema: type[SupervisedConfig]) -> None:
     name = trainer.task.name
     if f"{name}/loss" in metrics:
         said = [f"last loss {metrics[f'{name}/loss']:.4f}"]
+        if "validation/loss" in metrics:
+            before = trainer.state.before.get("validation/loss")
+            since = f"{before:.4f} -> " if before is not None else ""
+            said.append(f"validation loss {since}{metrics['validation/loss']:.4f}")
         if "validation/accuracy" in metrics:
             said.append(f"validation accuracy {metrics['validation/accuracy']:.3f}")
         trainer.say(", ".join(said))

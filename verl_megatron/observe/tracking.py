@@ -115,6 +115,7 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
             ("sft/loss", "loss", ".4f", ""),
             ("dpo/loss", "loss", ".4f", ""),
             ("reward_model/loss", "loss", ".4f", ""),
+            ("validation/loss", "validation loss", ".4f", ""),
             ("validation/accuracy", "validation accuracy", ".3f", ""),
             ("reward/mean", "reward", ".3f", ""),
             ("reward/failed", "failed rewards", ".1%", ""),

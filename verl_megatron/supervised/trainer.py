@@ -11,6 +11,7 @@ from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet, agree
 from parallel.runtime.refusal import short_repr, speak_once
 from parallel.weights.architecture import read_architecture
+from verl_megatron.checks.batches import supervised_arithmetic
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
@@ -23,6 +24,7 @@ from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
+from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.preflight import inspect_supervised
 from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import DispatchedBatch, Role, Training, Update, infer_together, make_role
@@ -52,6 +54,7 @@ class SupervisedTrainer(BaseTrainer):
         self.task = TASKS[type(config)]
         for note in self.inputs.notes:
             self.say(note)
+        self.say(supervised_arithmetic(config, self.world.size, items=len(self.inputs.train)))
 
     def build(self) -> None:
         """Check the values of the weights, then build the models."""
@@ -91,10 +94,13 @@ class SupervisedTrainer(BaseTrainer):
         )
 
     def loop(self) -> dict[str, float]:
-        """Take the optimizer steps that are left, validate when it is due, and export the model."""
+        """Take the optimizer steps that are left, validate before and after, and export the model."""
         run, state = self.config.run, self.state
         metrics: dict[str, float] = {}
         tracker = self.make_tracker()
+        if not state.step:
+            state.before = self._validate()
+            self._log(tracker, state.before)
         while state.step < run.iterations:
             self.watchdog.iteration = state.step + 1
             if self.preemption.requested(self.world):
@@ -107,17 +113,21 @@ class SupervisedTrainer(BaseTrainer):
                 state.done(metrics)
             if state.step == run.iterations or self.is_due(run.validate_interval):
                 metrics |= self._validate()
-            seconds = self.clock.pop()
-            if tracker is not None:
-                tracker.log(
-                    state.step, metrics | {f"time/{name}_s": value for name, value in seconds.items()}
-                )
+            self._log(tracker, metrics)
             self.save_if_due()
         else:
             if run.export:
                 self.export()
         self.finish(tracker)
         return metrics
+
+    def _log(self, tracker: MetricsTracker | None, metrics: dict[str, float]) -> None:
+        """Log the metrics, if there are any, with the seconds of each phase."""
+        seconds = self.clock.pop()
+        if tracker is not None and metrics:
+            tracker.log(
+                self.state.step, metrics | {f"time/{name}_s": value for name, value in seconds.items()}
+            )
 
     def _step(self, items: Sequence[Demonstration | Pair]) -> dict[str, float]:
         """Take one optimizer step on these entries of the data set; return its metrics."""
