@@ -105,7 +105,7 @@ BAD_SETTINGS = {
     "mini-batches": (1, ["algorithm.num_mini_batches=3"], ["algorithm.num_mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
-    "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
+    "no value": (2, ["run.iterations"], ["'run.iterations' has no value", "SECTION.SETTING=VALUE"]),
     "no end of a list": (1, ["rollout.stop=[a"], ["'rollout.stop=[a' cannot be read", "lists are [A,B]"]),
     "no recipe": (
         2,

@@ -224,6 +224,8 @@ def _about_word(word: str) -> str:
         return f"{short_repr(word)} is no setting; write --config {shlex.quote(word)} for that recipe"
     if find_recipe(word, [SHIPPED]):
         return f"{short_repr(word)} is no setting; write --config-name {word} for that recipe"
+    if "." in word:
+        return f"{short_repr(word)} has no value; {FORM}"
     return f"{short_repr(word)} is no setting{nearest(word, shipped_names())}; {FORM}"
 
 
