@@ -65,7 +65,7 @@ def gather_late(engine: Engine) -> None:
 def full_weights(engine: Engine) -> dict[str, Tensor]:
     """Hugging Face tensors put together from all ranks' shards; the same on every rank."""
     engine.gather_weights()
-    return full_tensors(engine, engine.tensors)
+    return full_tensors(engine, engine.tensors if engine.groups.is_member else {})
 
 
 def full_gradients(engine: Engine) -> dict[str, Tensor]:
