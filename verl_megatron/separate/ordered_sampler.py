@@ -107,12 +107,6 @@ class OrderedSampler(RemoteSampler):
         version: int,
         keep_group: KeepGroup | None = None,
     ) -> RolloutBatch:
-        """Receive this rank's share of an iteration's samples; arguments and result as of `Sampler.collect`.
-
-        Args:
-            source: the training prompts; any other stands for the validation prompts.
-            version: of the weights that validation uses.
-        """
         self._admit()
         if isinstance(source, TrainingPrompts):
             collection = self._collect(iteration, source.cursor.state_dict())
