@@ -5,6 +5,7 @@ import gc
 import os
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, zip_longest
@@ -22,10 +23,12 @@ from verl_megatron.data.tokenizer import Tokenizer
 
 SLOW_S = 3  # seconds after which there is a progress bar
 CHUNK_ROWS, CHUNK_CHARACTERS = 512, 1 << 20  # tokenized together
+AHEAD = 2  # chunks that wait to be tokenized, so that no core waits for the next one
 SHOWN = 10  # rows that are left out, of which the places are kept
 
 Chunk = list[tuple[int, dict]]  # numbers and rows
 Parsed = tuple[Any, int]  # an item, or None, and its tokens
+Begun = deque[tuple[Chunk, Future | None]]  # chunks that are being encoded while later ones are read
 
 
 class RowReader(Sequence):
@@ -148,7 +151,7 @@ class RowReader(Sequence):
 
     def _read(self, file: DataFile, most: int | None) -> int:
         """Add the rows of a file, `most` of them at most; return how many there were."""
-        read, last = 0, None  # a chunk that is being encoded while the next one is read
+        read, begun = 0, Begun()
         self._is_table = file.kind != JSON
         self._starts.append(len(self))
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
@@ -157,16 +160,13 @@ class RowReader(Sequence):
                     if not read:
                         self._recognize(chunk[0][1], file)
                     read += len(chunk)
-                    started = self._start(chunk, thread)
-                    if last is not None:
-                        self._finish(file, *last)
-                    last = started
-            except ValueError:
-                if last is not None:  # what is wrong with a row comes before what is wrong with later ones
-                    self._finish(file, *last)
+                    begun.append(self._start(chunk, thread))
+                    if len(begun) > AHEAD:
+                        self._finish(file, *begun.popleft())
+            except ValueError:  # what is wrong with a row comes before what is wrong with later ones
+                self._finish_all(file, begun)
                 raise
-            if last is not None:
-                self._finish(file, *last)
+            self._finish_all(file, begun)
         return read
 
     def _recognize(self, first: dict, file: DataFile) -> None:
@@ -192,6 +192,10 @@ class RowReader(Sequence):
                 self._add(one or self._parse(row), file, number)
             except ValueError as error:
                 raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
+
+    def _finish_all(self, file: DataFile, begun: Begun) -> None:
+        while begun:
+            self._finish(file, *begun.popleft())
 
     def place(self, index: int) -> str:
         """Return file and row of an item, such as "train.jsonl, line 3"."""
@@ -295,8 +299,15 @@ def _characters(value: Any) -> int:
     """Characters of the texts in a value."""
     if isinstance(value, str):
         return len(value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_characters, inner))
+    if not isinstance(value, (dict, list)):
+        return 0
+    total = 0
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, str):
+            total += len(inner)
+        elif isinstance(inner, (dict, list)):
+            total += _characters(inner)
+    return total
 
 
 def _shown(rows: Iterator[tuple[int, dict]], path: str) -> Iterator[tuple[int, dict]]:
