@@ -7,6 +7,7 @@ from verl_megatron.commands import plan
 from verl_megatron.planner import PlannedRun, plan_memory, plan_seconds, search_splits
 from verl_megatron.planner.memory import SERVING, problems_of
 from verl_megatron.planner.search import configured
+from verl_megatron.planner.serving import kv_bytes_per_token, vllm_working_bytes
 
 
 def separate(training: int, gpus: int, **settings) -> PlannedRun:
@@ -21,8 +22,10 @@ def test_ranks_train_or_generate():
     assert rollout.ranks == (4, 5) and set(rollout.phases) == {"start", "rollout"}
     parts = rollout.phases["rollout"]
     assert parts["versions"] == parts["vllm weights"] > run.actor.arch.num_layers * 2e8, "tp2 of 8B, bfloat16"
-    request = run.config.rollout.gpu_memory_utilization * H200.gpu_bytes
-    assert parts["vllm weights"] + parts["kv cache"] == pytest.approx(request)
+    config, tokens = run.config.rollout, run.prompt_tokens + run.response_tokens
+    cache = config.max_num_seqs * tokens * kv_bytes_per_token(run)  # smaller than what the share leaves
+    assert parts["kv cache"] == pytest.approx(cache + vllm_working_bytes(run, H200))
+    assert parts["vllm weights"] + parts["kv cache"] < config.gpu_memory_utilization * H200.gpu_bytes
     assert [kind.ranks for kind in training] == [(0, 1), (2, 3)], "two pipeline stages"
     for kind, elements in zip(training, run.actor.elements):
         for parts in kind.phases.values():

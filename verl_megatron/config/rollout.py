@@ -80,9 +80,20 @@ class RolloutConfig(Section):
         False, "samples at once follow the use of the KV cache, between 60 and 90 %, up to max_num_seqs"
     )
     gpu_memory_utilization: float = setting(
-        0.5, "fraction of GPU memory for vLLM's weights and KV cache", within="(0, 1]"
+        0.5,
+        "fraction of GPU memory for vLLM's weights and KV cache at most; the cache holds no more than "
+        "max_num_seqs samples at full length",
+        within="(0, 1]",
     )
-    kv_cache_mib: int = setting(64, "KV cache per rank on CPUs, MiB", within="[1, 16777216]")  # 16 TiB
+    kv_cache_mib: int = setting(
+        64, "KV cache per rank on CPUs at most, MiB", within="[1, 16777216]"
+    )  # 16 TiB
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of cached keys and values; fp8 takes half the memory and widens rollout/logprob_gap; auto: "
+        "that of vLLM's weights",
+        choices=("auto", "fp8"),
+    )
     enforce_eager: bool = setting(False, "run without CUDA graphs")
     sleep: bool = setting(True, "free vLLM's GPU memory during training (GPUs only)")
     record_interval: int = setting(

@@ -21,7 +21,12 @@ from verl_megatron.planner.activations import (
 )
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
+from verl_megatron.planner.serving import (
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    own_rollout_bytes,
+    serving_bytes,
+)
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", "versions", *SERVING)
@@ -181,16 +186,16 @@ def _rank_kind(
 ) -> RankKind:
     models = [RoleOnRank(role, stage, static_bytes(run, role, stage)) for role, stage in parts]
     own = own_rollout_bytes(run, next((stage for role, stage in parts if role is run.actor), None))
-    request = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes
+    awake = serving_bytes(run, machine, own)
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(run)}
     settled |= {part: _sum_of(part, models) for part in ("weights", "gradients", "optimizer")}
     host = machine.process_host_bytes + _offloaded_to_host(run, models) + _saved_from_host(run, models)
     return RankKind(
         ranks=ranks,
-        phases=_phases(run, models, settled, own=own, request=request),
+        phases=_phases(run, models, settled, awake),
         host_bytes=host,
         own_rollout_bytes=own,
-        kv_cache_bytes=request - own - vllm_working_bytes(run, machine),
+        kv_cache_bytes=kv_cache_bytes(run, machine, own),
     )
 
 
@@ -208,24 +213,21 @@ def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
 def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
     """Return the ranks of `rollout.devices`: vLLM, and the back buffer that its next weights arrive in."""
     own = own_rollout_bytes(run, None)
-    request = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes
     parts = {
         "process": machine.process_bytes + machine.communicator_bytes * communicators(run),
         "versions": own,
-        "vllm weights": own,
-        "kv cache": request - own,
-    }
+    } | serving_bytes(run, machine, own)
     return RankKind(
         ranks=tuple(range(run.world_size, run.gpus)),
         phases={"start": parts, "rollout": parts},
         host_bytes=machine.process_host_bytes,
         own_rollout_bytes=own,
-        kv_cache_bytes=request - own - vllm_working_bytes(run, machine),
+        kv_cache_bytes=kv_cache_bytes(run, machine, own),
     )
 
 
 def _phases(
-    run: PlannedRun, models: list[RoleOnRank], settled: dict[str, float], *, own: float, request: float
+    run: PlannedRun, models: list[RoleOnRank], settled: dict[str, float], awake: dict[str, float]
 ) -> Phases:
     """Bytes by phase and part, in the order of a run.
 
@@ -235,14 +237,16 @@ def _phases(
     it. The others are the phases of an iteration.
     """
     config, window = run.config, run.config.reshard.window_mib << 20
-    awake = {"vllm weights": own, "kv cache": request - own}
     asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     staged = window if config.reshard.mode == "swap" or run.world_size > run.ranks_per_host else 0
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
         "build": settled | _while_building(models, freed) | asleep,
-        "weights_awake": settled | freed | (asleep or {"vllm weights": own}) | {"window": staged},
+        "weights_awake": settled
+        | freed
+        | (asleep or {"vllm weights": awake["vllm weights"]})
+        | {"window": staged},
         "rollout": settled | freed | awake,
     }
     for phase, parts in _training_phases(run, models, freed).items():

@@ -4,6 +4,7 @@ from math import ceil
 
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, served_elements
+from verl_megatron.rollout.admission import LOW
 
 
 def own_rollout_bytes(run: PlannedRun, stage: int | None) -> float:
@@ -46,6 +47,26 @@ def vllm_working_bytes(run: PlannedRun, machine: Machine) -> float:
     return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
 
 
+def kv_cache_bytes(run: PlannedRun, machine: Machine, own: float) -> float:
+    """Bytes of a rank's KV cache: what vLLM's share leaves, and no more than all samples fill.
+
+    Negative where the share has no room for weights and working memory.
+
+    Args:
+        own: bytes of vLLM's weights (`own_rollout_bytes`).
+    """
+    config = run.config.rollout
+    room = config.gpu_memory_utilization * machine.gpu_bytes - own - vllm_working_bytes(run, machine)
+    samples = config.max_num_seqs / (LOW if config.dynamic_batching else 1.0)
+    return min(room, samples * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run))
+
+
+def serving_bytes(run: PlannedRun, machine: Machine, own: float) -> dict[str, float]:
+    """Bytes by part that vLLM holds while it is awake; the cache's with its working memory."""
+    cache = kv_cache_bytes(run, machine, own) + vllm_working_bytes(run, machine)
+    return {"vllm weights": own, "kv cache": cache}
+
+
 def cached_tokens(run: PlannedRun, samples: int) -> int:
     """Tokens of `samples` whole samples of a replica in vLLM's KV cache.
 
@@ -71,5 +92,5 @@ def kv_bytes_per_token(run: PlannedRun) -> float:
         * arch.num_layers
         * max(1, arch.num_kv_heads // run.config.rollout.tp)
         * arch.head_dim
-        * run.rollout_element_bytes
+        * (1 if run.config.rollout.kv_cache_dtype == "fp8" else run.rollout_element_bytes)
     )

@@ -3,7 +3,7 @@
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.serving import own_rollout_bytes
+from verl_megatron.planner.serving import own_rollout_bytes, serving_bytes
 
 
 def moved_bytes(run: PlannedRun) -> float:
@@ -31,8 +31,7 @@ def reshard_seconds(run: PlannedRun, machine: Machine) -> float:
     moving = (moved / _rate(run, machine) + 2 * copied / machine.copy_rate) * (
         2 if run.config.reshard.mode == "swap" else 1
     )
-    share = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes if run.config.rollout.sleep else 0.0
-    return moving + share / machine.map_rate + leaving_seconds(run, machine, run.actor)
+    return moving + _mapped_bytes(run, machine) / machine.map_rate + leaving_seconds(run, machine, run.actor)
 
 
 def publish_seconds(run: PlannedRun, machine: Machine) -> float:
@@ -55,9 +54,15 @@ def return_seconds(run: PlannedRun, machine: Machine) -> float:
 
     Offloaded state returns concurrently with the next phases.
     """
-    share = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes if run.config.rollout.sleep else 0.0
     back = 2 * moved_bytes(run) / _rate(run, machine) if run.config.reshard.mode == "swap" else 0.0
-    return share / machine.map_rate + back
+    return _mapped_bytes(run, machine) / machine.map_rate + back
+
+
+def _mapped_bytes(run: PlannedRun, machine: Machine) -> float:
+    """Bytes of vLLM on a rank that are mapped for a rollout and unmapped after it."""
+    if not run.config.rollout.sleep:
+        return 0.0
+    return sum(serving_bytes(run, machine, own_rollout_bytes(run, 0)).values())
 
 
 def _rate(run: PlannedRun, machine: Machine) -> float:

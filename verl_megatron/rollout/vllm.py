@@ -22,7 +22,7 @@ from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, internal_id
+from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, internal_id, no_larger_than_needed
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
@@ -159,9 +159,11 @@ class VLLMActor:
             if options["load_format"] == "auto"
             else vllm_weights.sharing(shared_weights)
         )
-        with starting(), groups, weights:
+        cache = no_larger_than_needed(config.max_num_seqs, adaptive=config.dynamic_batching)
+        with starting(), groups, weights, cache:
             llm = LLM(
                 model=self.model_name,
+                kv_cache_dtype=config.kv_cache_dtype,
                 skip_tokenizer_init=not self.has_tokenizer,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=True,

@@ -1,8 +1,44 @@
-"""Readings of a vLLM engine's KV cache, and its preemptions."""
+"""Size of a vLLM engine's KV cache, readings of it, and preemptions."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any
 
-from verl_megatron.rollout.admission import CacheReading, KVCache
+from verl_megatron.rollout.admission import LOW, CacheReading, KVCache
+
+
+@contextlib.contextmanager
+def no_larger_than_needed(samples: int, *, adaptive: bool) -> Iterator[None]:
+    """Let engines that start here have no more KV cache than `samples` samples at full length fill.
+
+    Mapping and unmapping memory that is never used takes time in every iteration.
+
+    Args:
+        adaptive: `rollout.dynamic_batching`, which starts samples only while a share of the cache is free.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    found = Executor.determine_available_memory
+    spare = 1 / LOW if adaptive else 1.0
+
+    def determine(self: Executor) -> list[int]:
+        tokens, workers = self.vllm_config.model_config.max_model_len, self.get_kv_cache_specs()
+        needed = [_needed_bytes(specs, tokens, ceil(samples * spare)) for specs in workers]
+        return list(map(min, found(self), needed))
+
+    Executor.determine_available_memory = determine
+    try:
+        yield
+    finally:
+        Executor.determine_available_memory = found
+
+
+def _needed_bytes(specs: Mapping[str, Any], tokens: int, samples: int) -> int:
+    """Bytes of whole samples, with an empty block, and one ahead of each; `specs` are those of the layers."""
+    return sum(
+        (samples * (ceil(tokens / spec.block_size) + 1) + 1) * spec.page_size_bytes for spec in specs.values()
+    )
 
 
 def cache_of(llm: Any) -> KVCache:
