@@ -316,11 +316,11 @@ def test_a_dry_run_plans_for_the_ranks_that_are_needed(tmp_path):
     said = said_by(
         "train", f"--config={ROOT}/recipes/ppo_toy_cpu.yaml", "--dry-run", *settings, folder=tmp_path
     )
-    assert said.returncode == 0 and "dry run: 4 ranks, 4 a host" in said.stdout, said.stderr
+    assert said.returncode == 0 and "dry run: 4 ranks on one host" in said.stdout, said.stderr
     more = said_by(
         "train", "--config-name", "ppo_toy_cpu", "--ranks", "8", "--dry-run", *settings, folder=tmp_path
     )
-    assert more.returncode == 0 and "dry run: 8 ranks, 8 a host" in more.stdout, more.stderr
+    assert more.returncode == 0 and "dry run: 8 ranks on one host" in more.stdout, more.stderr
 
 
 def test_benchmarks_are_modules_that_explain_themselves():

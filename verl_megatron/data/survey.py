@@ -77,9 +77,7 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
         "answers_cut_off": dataset.cut,
         "weights": [{"weight": weight, "rows": count} for weight, count in dataset.shares],
         "tokens": quantiles(dataset.lengths),
-        "tokens_with_loss": sum(
-            sum(_has_loss(item)) for item in dataset if isinstance(item, Demonstration)
-        ),
+        "tokens_with_loss": sum(sum(_has_loss(item)) for item in dataset if isinstance(item, Demonstration)),
         "all_tokens": sum(dataset.lengths),
         "duplicates": _duplicates(dataset),
         "data_sources": _shares(getattr(item, "extra", {}).get("data_source") for item in dataset),
