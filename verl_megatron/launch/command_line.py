@@ -111,7 +111,7 @@ def _guarded(
 
 class _Parser(Options):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; options are {', '.join(self.option_names())}")
+        raise ValueError(f"{message} (--help lists the options)")
 
 
 def _parser() -> _Parser:
