@@ -53,6 +53,11 @@ def test_help_has_every_setting_with_default_values_and_meaning(schema):
     assert "rollout.tp=1  (≥ 1" in settings_help("train", "rollout")
 
 
+def test_help_before_a_command_is_that_of_the_command(capsys):
+    assert main(["help", "train", "run.seed"]) == 0
+    assert "run.seed=1" in capsys.readouterr().out
+
+
 def test_help_of_a_section_is_that_section(capsys):
     assert main(["train", "--help", "rollout"]) == 0
     shown = capsys.readouterr().out

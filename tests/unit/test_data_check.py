@@ -157,6 +157,8 @@ def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys)
         (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own"),
         (["{path}", "--model", "{path}"], "tokenizer folder"),
         (["{empty}"], "has no rows"),
+        (["{path}", "{empty}"], "several files are one argument, with commas"),
+        ([""], "data file '' does not exist"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path, model, arguments, said):

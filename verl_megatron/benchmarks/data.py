@@ -185,8 +185,10 @@ def main() -> None:
             print(json.dumps(asdict(measured(path, options.model, counts[-1]))))
             return
         rows = rows_of(path, options.model, counts)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"FOLDER {options.folder}: {error.strerror}; name one that can be written")
     print(table(rows))
     if options.csv:
         write_csv(options.csv, {"model": options.model, "format": options.format} | versions(), rows)

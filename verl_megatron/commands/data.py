@@ -60,6 +60,8 @@ def check(arguments: list[str]) -> int:
         ValueError: a run would refuse the settings or the data.
     """
     given = parser().parse_intermixed_args(arguments)
+    if more := [word for word in given.settings if "=" not in word]:
+        raise ValueError(f"{short_repr(more[0])} is no setting; several files are one argument, with commas")
     kind, found = _survey(given.file, given.model, given.kind, given.settings)
     print(json.dumps({"kind": kind} | found, indent=2, default=str) if given.json else _text(kind, found))
     if found["refused"]:

@@ -1,7 +1,7 @@
 """What a run would read of its data files, in numbers and examples."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
@@ -29,7 +29,7 @@ def first_row(path: str) -> tuple[list[DataFile], dict[str, Any]]:
     try:
         files = find_files(path)
     except ValueError as error:
-        raise ValueError(f"data file {short_repr(path)[1:-1]} {error}") from None
+        raise ValueError(f"data file {short_repr(path)[1:-1] or short_repr(path)} {error}") from None
     for file in files:
         for _, row in file.rows():
             return files, row
@@ -189,12 +189,14 @@ def _example(item: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     if hasattr(item, "answer"):
         shown |= {"answer": item.answer, "extra": item.extra}
     if isinstance(item, Demonstration):
-        ids = item.prompt_token_ids + item.response_token_ids
-        spans = groupby(zip(_has_loss(item), ids), key=itemgetter(0))
-        shown["spans"] = [
-            {"loss": has_loss} | _told([token for _, token in span], tokenizer) for has_loss, span in spans
-        ]
+        shown["spans"] = list(_spans(item, tokenizer))
     return shown
+
+
+def _spans(item: Demonstration, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    tokens = zip(_has_loss(item), item.prompt_token_ids + item.response_token_ids)
+    for has_loss, span in groupby(tokens, key=itemgetter(0)):
+        yield {"loss": has_loss} | _told([token for _, token in span], tokenizer)
 
 
 def _told(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
