@@ -145,6 +145,12 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, m
     assert ended.value.code == 2 and said in shown and shown.count("error: ") == 1, shown
 
 
+def test_variables_are_looked_at_before_ranks_start(monkeypatch):
+    monkeypatch.setenv("GRACE_S", "soon")
+    with pytest.raises(ValueError, match="GRACE_S='soon' must be greater than 0"):
+        COMMANDS["train"].load()(["--config-name", "ppo_toy_cpu", "--dry-run"])
+
+
 def test_a_rank_takes_no_options_of_the_launcher():
     environment = environment_of_ranks() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     ended = subprocess.run(
