@@ -101,6 +101,7 @@ REFUSED = [
     (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),
+    (["train", "data.train=x", "actor.layout=tp2", "algorithm.name=no"], "error: 3 settings cannot work:"),
     (["train", "--ranks", "none"], "--ranks 'none' must be a whole number from 1"),
     (["train", "--ranks", "0"], "--ranks '0' must be a whole number from 1"),
     (["train", "--ranks"], "--ranks: expected one argument"),
