@@ -294,11 +294,8 @@ def test_a_config_json_that_is_not_understood(folder):
 
 def test_a_rollout_that_does_not_divide_the_ranks(folder):
     problem, *about_heads = check_config(good(folder, rollout__tp=3), world_size=4)
-    assert (
-        "rollout.tp=3 must divide the number of ranks that generate, 4" in problem
-        and "[1, 2, 4]" in problem
-        and len(about_heads) == 2
-    )
+    assert "rollout.tp=3 must divide the number of ranks that generate, 4" in problem, problem
+    assert "[1, 2, 4]" in problem and len(about_heads) == 2
     problems = check_config(good(folder, rollout__tp=128), world_size=128)
     assert any("tp=128 must divide vLLM's padded vocabulary of 192" in problem for problem in problems)
 
