@@ -182,7 +182,7 @@ def _example(item: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     Of a demonstration, `spans` are its tokens in order, with or without loss.
     """
     shown: dict[str, Any] = {
-        name.removesuffix("_token_ids"): _told(getattr(item, name), tokenizer)
+        name.removesuffix("_token_ids"): _decoded(getattr(item, name), tokenizer)
         for name in item.__slots__
         if name.endswith("_token_ids")
     }
@@ -196,10 +196,10 @@ def _example(item: Any, tokenizer: Tokenizer) -> dict[str, Any]:
 def _spans(item: Demonstration, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     tokens = zip(_has_loss(item), item.prompt_token_ids + item.response_token_ids)
     for has_loss, span in groupby(tokens, key=itemgetter(0)):
-        yield {"loss": has_loss} | _told([token for _, token in span], tokenizer)
+        yield {"loss": has_loss} | _decoded([token for _, token in span], tokenizer)
 
 
-def _told(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
+def _decoded(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokens": len(ids), "text": tokenizer.hf.decode(ids)}
 
 
