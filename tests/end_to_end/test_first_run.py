@@ -76,8 +76,9 @@ def ended_of(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def say(command: list[str], folder: Path) -> str:
+    """What a command prints; libraries must have nothing to say beside it."""
     ended = ended_of(command, folder)
-    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    assert ended.returncode == 0 and not ended.stderr, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
 
