@@ -74,6 +74,33 @@ def healthy_rows(iterations: int, *, seed: int = 1) -> Rows:
     return rows
 
 
+def separate_rows(iterations: int, *, seed: int = 1) -> Rows:
+    """Rows of a healthy run at staleness 1, whose rollout has ranks of its own."""
+    rng, rows = random.Random(seed), healthy_rows(iterations, seed=seed)
+    for row in rows[1:]:
+        step, generated, waited = row["step"], 9.0 * math.exp(rng.gauss(0, 0.1)), 1.5 * rng.random()
+        row["train/step_time_ms"] += 1e3 * (waited - row["time/rollout_s"])
+        row |= {
+            "time/rollout_s": waited,
+            "async/staleness_min": 0.0,
+            "async/staleness_mean": 1.0 - 0.3 * rng.random(),
+            "async/staleness_max": float(step > 1),
+            "async/rollout_wait_s": 1.0 + rng.random(),
+            "async/generation_s": generated,
+            "async/groups_in_flight": 60.0 + rng.randint(0, 4),
+            "async/versions_per_sample": 1.2,
+            "async/interrupted": float(rng.randint(0, 40)),
+            "async/samples_sampled": 512.0 * (step + 1),
+            "async/samples_trained": 512.0 * step,
+            "async/samples_dropped": 0.0,
+            "async/samples_in_flight": 512.0,
+            "async/dealt_again": 0.0,
+            "async/worlds_lost": 0.0,
+            "policy/effective_sample_size": 0.9 + 0.02 * rng.random(),
+        }
+    return rows
+
+
 def from_on(rows: Rows, share: float) -> Rows:
     """The rows after this share of the run."""
     return rows[round(share * len(rows)) :]
@@ -112,6 +139,21 @@ def leaking(rows: Rows) -> None:
         row["memory/reward_mb"] += 20 * row["step"]
 
 
+def dropping(rows: Rows) -> None:
+    """Three of four samples that are made are dropped, from the middle on."""
+    dropped = 0.0
+    for row in rows[1:]:
+        dropped += 1536.0 * (2 * row["step"] > len(rows))
+        row["async/samples_dropped"] = dropped
+        row["async/samples_sampled"] += dropped
+
+
+def losing_a_world(rows: Rows) -> None:
+    """A rollout world that ends twice, and whose samples are made again."""
+    for step in (200, 203):
+        rows[step] |= {"async/worlds_lost": 1.0, "async/dealt_again": 12.0}
+
+
 # Name of the alarm → what is done to the rows. Each is found by this name, and nothing else is.
 ILLNESSES: dict[str, Callable[[Rows], None]] = {
     "cut responses": setting("rollout/cut_fraction", 0.4, begin=0.6),
@@ -131,6 +173,17 @@ ILLNESSES: dict[str, Callable[[Rows], None]] = {
     "reward constant": setting("reward/mean", 0.0, begin=0.0),
     "validation falling": scaling("validation/accuracy", 0.4, begin=0.85),
     "reused log-probs": reusing,
+}
+
+
+# The same for `separate_rows`.
+SEPARATE_ILLNESSES: dict[str, Callable[[Rows], None]] = {
+    "samples too old": setting("async/staleness_max", 2.0, begin=0.4, end=0.42),
+    "training waits": scaling("time/rollout_s", 60.0, begin=0.5),
+    "rollout waits": scaling("async/rollout_wait_s", 20.0, begin=0.5),
+    "samples dropped": dropping,
+    "few effective samples": scaling("policy/effective_sample_size", 0.3, begin=0.6),
+    "rollout world ended": losing_a_world,
 }
 
 

@@ -91,6 +91,7 @@ def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
         "async/generation_s",
         "async/rollout_wait_s",
         "async/dealt_again",
+        "async/worlds_lost",
         *ARRIVED,
         but,
     )

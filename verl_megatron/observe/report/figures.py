@@ -19,7 +19,8 @@ class Figure:
     from_zero: bool = False  # the axis begins at 0
 
 
-LEARNING, UPDATES, COST, OTHERS = "Learning", "Updates", "Time and memory", "Other metrics"
+LEARNING, UPDATES, WORLDS, COST = "Learning", "Updates", "Training and rollout worlds", "Time and memory"
+OTHERS = "Other metrics"
 FIGURES = (
     Figure(
         section=LEARNING,
@@ -127,6 +128,61 @@ FIGURES = (
         title="Critic",
         unit="value",
         metrics=("critic/loss", "critic/value_mean", "critic/return_mean"),
+    ),
+    Figure(
+        section=WORLDS,
+        title="Staleness",
+        unit="updates",
+        metrics=("async/staleness_min", "async/staleness_mean", "async/staleness_max"),
+        note="by which the weights that made a sample lag behind those that train on it",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Share of waiting",
+        unit="share of its time",
+        metrics=("async/training_wait_share", "async/rollout_wait_share"),
+        note="training waits for samples; the rollout waits for orders or weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Seconds of the rollout",
+        unit="seconds an iteration",
+        metrics=("async/generation_s", "async/rollout_wait_s"),
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="In flight",
+        unit="ordered and not trained on",
+        metrics=("async/groups_in_flight", "async/iterations_in_flight"),
+        note="groups are prompts with all their samples",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="What became of the samples",
+        unit="samples since the run began",
+        metrics=tuple(f"async/samples_{name}" for name in ("sampled", "trained", "dropped", "in_flight")),
+        note="sampled is the sum of the others",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="New weights within a sample",
+        unit="",
+        metrics=("async/versions_per_sample", "async/interrupted"),
+        note="versions that made a sample's tokens; samples that went on with new weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Faults of the rollout",
+        unit="",
+        metrics=("async/worlds_lost", "async/dealt_again"),
+        note="worlds that ended and were started again; prompts whose samples were made again",
+        from_zero=True,
     ),
     Figure(
         section=COST,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from verl_megatron.observe.report.alarms import number
 from verl_megatron.observe.report.record import RunRecord
+from verl_megatron.observe.report.rules import number
 
 ENDS = 10  # iterations at either end whose median is shown
 LOSSES = ("sft/loss", "dpo/loss", "reward_model/loss")
