@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_megatron.observe.metrics import PhaseEvent, RecordedIteration
-from verl_megatron.observe.timeline import chrome_trace
+from verl_megatron.observe.metrics import PhaseEvent
+from verl_megatron.observe.timeline import RankPhases, chrome_trace
 
 Rows = list[dict]
 PHASES = {
@@ -195,18 +195,19 @@ def write_run(folder: Path, rows: Rows, *, hostile: bool = False) -> Path:
     for step in sorted({1, last // 2, last} - {0}):
         write_samples(folder, step, hostile=hostile)
     ranks = [timeline_of(rank) for rank in range(8)]
-    (folder / "timeline.json").write_text(json.dumps(chrome_trace(ranks)))
+    trace = chrome_trace(ranks, began_at=0.0, wall_s=ranks[0].events[-1].end_s)
+    (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
 
 
-def timeline_of(rank: int) -> RecordedIteration:
+def timeline_of(rank: int) -> RankPhases:
     """Phases of a rank that waits in each of them, more or less."""
     events, start = [], 0.0
     for place, (phase, seconds) in enumerate(PHASES.items()):
         end = start + seconds
         events.append(PhaseEvent(phase, start, end - 0.06 * seconds * ((rank + place) % 5), end))
         start = end
-    return RecordedIteration(tuple(events), began_at=0.0, wall_s=start)
+    return RankPhases(rank=rank, events=tuple(events))
 
 
 ANSWER = (

@@ -154,10 +154,18 @@ FIGURES = (
     ),
     Figure(
         section=WORLDS,
-        title="In flight",
-        unit="ordered and not trained on",
-        metrics=("async/groups_in_flight", "async/iterations_in_flight"),
-        note="groups are prompts with all their samples",
+        title="Prompts in flight",
+        unit="prompts",
+        metrics=("async/groups_in_flight",),
+        note="whose samples are ordered and not yet trained on",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Iterations in flight",
+        unit="iterations",
+        metrics=("async/iterations_in_flight",),
+        note="whose samples are ordered and not yet trained on",
         from_zero=True,
     ),
     Figure(
@@ -255,6 +263,6 @@ def labels_of(keys: Sequence[str]) -> list[str]:
 
 def _name_of(key: str) -> str:
     name = key.partition("/")[2] or key
-    if key.startswith(("time/", "memory/")):
+    if key.startswith(("time/", "memory/", "async/")):
         name = name.removesuffix("_s").removesuffix("_mb")
     return name.replace("_", " ")
