@@ -4,6 +4,7 @@
 """
 
 from verl_megatron.planner.comparison import compare
+from verl_megatron.planner.lengths import Lengths
 from verl_megatron.planner.machine import MACHINES, Machine, find_machine
 from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRun
@@ -18,6 +19,7 @@ from verl_megatron.planner.text import comparison_lines, report, samples_togethe
 __all__ = [
     "MACHINES",
     "PlannedRun",
+    "Lengths",
     "Machine",
     "check_fits",
     "check_supervised_fits",

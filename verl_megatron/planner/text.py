@@ -72,11 +72,17 @@ def headline(run: PlannedRun, machine: Machine) -> str:
     rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
     if is_separate(run.config):
         rollout += f" on ranks {run.config.rollout.devices}"
-    samples = f"{run.samples} samples of {run.prompt_tokens} + {run.response_tokens} tokens"
+    samples = f"{run.samples} samples of {run.prompt_tokens} + {lengths_text(run)} tokens"
     return (
         f"{run.gpus} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"
         f" {samples} in {run.config.algorithm.num_mini_batches} mini-batches"
     )
+
+
+def lengths_text(run: PlannedRun) -> str:
+    """Format the tokens of a response: all as many, or a mean and the most."""
+    most = run.config.rollout.max_tokens
+    return f"{most}" if run.lengths is None else f"{run.response_tokens:.0f} (at most {most})"
 
 
 def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
@@ -128,16 +134,21 @@ def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[s
 
 
 def waiting(time: TimePlan) -> str:
-    """Format which side waits for the other, and for how much of an iteration."""
-    rollout, training = time.seconds["rollout"], time.training
-    side = "training" if rollout > training else "rollout"
-    return f"{side} waits {abs(rollout - training) / time.iteration:.0%}"
+    """Format the share of an iteration for which each side waits for the other."""
+    shares = {
+        "training": 1 - time.training / time.iteration,
+        "rollout": 1 - time.seconds["rollout"] / time.iteration,
+    }
+    waits = [f"{side} waits {share:.0%}" for side, share in shares.items() if share >= 0.005]
+    return ", ".join(waits) or "neither waits"
 
 
 def samples_together(run: PlannedRun, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
     samples, at_once = ceil(run.generated_samples / run.replicas), samples_at_once(run, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
+    if at_once > samples:
+        return f"{at_once} samples of a replica at once, of several iterations"
     if at_once < min(samples, run.config.rollout.max_num_seqs):
         follows = run.config.rollout.dynamic_batching
         limit = (
@@ -160,7 +171,9 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
         head = (
             f"{'':>3} {'actor layout':<18}{'rollout':<11}"
             + _cells(phases, 14)
-            + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
+            + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}"
+            + f"{'GPUs':<9}{'who waits':<40}" * is_separate(shown[0].run.config)
+            + "also set"
         )
         lines += [
             head,
@@ -176,6 +189,8 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
                 f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
                 f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
             )
+        if is_separate(shown[0].run.config):
+            lines.append("GPUs: those that train + those that generate; MFU counts both")
         first = shown[0]
         lines += [
             "",
@@ -249,7 +264,9 @@ def _row(candidate: Candidate, phases: list[str]) -> str:
     rest += " uneven stages" * bool(candidate.run.actor.layout.stage_layers)
     return (
         f"{run.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
-        f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
+        f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}"
+        + f"{f'{run.world_size}+{run.gpus - run.world_size}':<9}{waiting(time):<40}" * is_separate(run.config)
+        + rest
     )
 
 
