@@ -7,7 +7,7 @@ import pytest
 from tests.planned import H200, arch, run_config
 from verl_megatron.commands import plan
 from verl_megatron.planner import Lengths, PlannedRun, plan_memory, plan_seconds
-from verl_megatron.planner.decoding import Stream, drain_seconds, stream_of
+from verl_megatron.planner.rollout.decoding import Stream, drain_seconds, stream_of
 from verl_megatron.planner.search import configured
 from verl_megatron.planner.seconds import TimePlan
 

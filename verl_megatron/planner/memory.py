@@ -21,7 +21,7 @@ from verl_megatron.planner.activations import (
 )
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.serving import (
+from verl_megatron.planner.rollout.serving import (
     kv_bytes_per_token,
     kv_cache_bytes,
     own_rollout_bytes,

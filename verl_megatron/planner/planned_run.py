@@ -18,7 +18,7 @@ from verl_megatron.model_specs import (
     num_rollout_ranks,
     shares_trunk,
 )
-from verl_megatron.planner.lengths import Lengths
+from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs

@@ -17,8 +17,6 @@ from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.config.section import attribute_of
 from verl_megatron.model_specs import is_separate, num_rollout_ranks, shares_dtype
-from verl_megatron.planner.decoding import samples_at_once
-from verl_megatron.planner.lengths import Lengths
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.planned_run import (
@@ -28,8 +26,10 @@ from verl_megatron.planner.planned_run import (
     part_elements,
     served_elements,
 )
+from verl_megatron.planner.rollout.decoding import samples_at_once
+from verl_megatron.planner.rollout.lengths import Lengths
+from verl_megatron.planner.rollout.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
-from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried

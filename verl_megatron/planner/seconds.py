@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from verl_megatron.model_specs import is_separate
-from verl_megatron.planner.decoding import Stream, rollout_seconds, stream_of
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.decoding import Stream, rollout_seconds, stream_of
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
 from verl_megatron.planner.weight_sync import (
     adopt_seconds,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner.lengths import Lengths
 from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.search import Search, configured, search, seconds_of
 
 PARTS = 16  # of many GPUs, one of which is the smallest step between two splits

@@ -1,16 +1,16 @@
 """Text reports of plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.comparison import Compared
-from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.decoding import samples_at_once
 from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
@@ -165,62 +165,69 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     not fit, and recipe lines of the best three.
     """
     shown = result.fitting[:best]
-    lines = []
-    if shown:
-        phases = [phase for phase in PHASES_SHOWN if phase in shown[0].seconds.seconds]
-        head = (
-            f"{'':>3} {'actor layout':<18}{'rollout':<11}"
-            + _cells(phases, 14)
-            + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}"
-            + f"{'GPUs':<9}{'who waits':<40}" * is_separate(shown[0].run.config)
-            + "also set"
-        )
-        lines += [
-            head,
-            *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
-            "",
-            MFU_MEANING,
-        ]
-        if any(
-            machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
-            for candidate in shown
-        ):
-            lines.append(
-                f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
-                f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
-            )
-        if is_separate(shown[0].run.config):
-            lines.append("GPUs: those that train + those that generate; MFU counts both")
-        first = shown[0]
-        lines += [
-            "",
-            "the first:",
-            *memory_lines(first.memory, machine),
-            *seconds_lines(first.run, first.seconds, first.memory),
-        ]
+    lines = _best_lines(shown, machine) if shown else []
     if result.refused:
-        lines += [
-            "",
-            f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB"
-            f" ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
-        ]
-        for cause, group in result.refused_by_cause().items():
-            nearest, problem = group[0], group[0].problems[0]
-            where = " ".join(
-                f"{name}={spelled(value)}"
-                for name, value in nearest.settings.items()
-                if not name.startswith("critic.") and not name.endswith(".stage_layers")
-            )
-            lines.append(
-                f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB"
-                f" of {problem.room_bytes / GIB:,.1f}: {where}"
-            )
+        lines += _refused_lines(result, machine)
     lines += (
         ["", "recipe lines:", *recipe_lines(result)]
         if shown
         else ["", "nothing fits: use more GPUs, shorter samples or smaller models"]
     )
     return "\n".join(lines)
+
+
+def _best_lines(shown: Sequence[Candidate], machine: Machine) -> list[str]:
+    """Format the best candidates, and the first of them by phase."""
+    first, separate = shown[0], is_separate(shown[0].run.config)
+    phases = [phase for phase in PHASES_SHOWN if phase in first.seconds.seconds]
+    lines = [
+        f"{'':>3} {'actor layout':<18}{'rollout':<11}"
+        + _cells(phases, 14)
+        + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}"
+        + f"{'GPUs':<9}{'who waits':<40}" * separate
+        + "also set",
+        *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
+        "",
+        MFU_MEANING,
+    ]
+    if separate:
+        lines.append("GPUs: those that train + those that generate; MFU counts both")
+    if any(
+        machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
+        for candidate in shown
+    ):
+        lines.append(
+            f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
+            f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
+        )
+    return [
+        *lines,
+        "",
+        "the first:",
+        *memory_lines(first.memory, machine),
+        *seconds_lines(first.run, first.seconds, first.memory),
+    ]
+
+
+def _refused_lines(result: Search, machine: Machine) -> list[str]:
+    """Format the reasons why candidates do not fit."""
+    lines = [
+        "",
+        f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB"
+        f" ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
+    ]
+    for cause, group in result.refused_by_cause().items():
+        nearest, problem = group[0], group[0].problems[0]
+        where = " ".join(
+            f"{name}={spelled(value)}"
+            for name, value in nearest.settings.items()
+            if not name.startswith("critic.") and not name.endswith(".stage_layers")
+        )
+        lines.append(
+            f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB"
+            f" of {problem.room_bytes / GIB:,.1f}: {where}"
+        )
+    return lines
 
 
 def alternatives(

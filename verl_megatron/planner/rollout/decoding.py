@@ -13,7 +13,7 @@ from math import ceil, inf
 
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, attention_channels, part_elements, served_elements
-from verl_megatron.planner.serving import kv_bytes_per_token, samples_cached
+from verl_megatron.planner.rollout.serving import kv_bytes_per_token, samples_cached
 from verl_megatron.planner.training import group_rate, slowdown
 from verl_megatron.rollout.admission import HIGH
 
