@@ -96,6 +96,8 @@ def separate_rows(iterations: int, *, seed: int = 1) -> Rows:
             "async/samples_in_flight": 512.0,
             "async/dealt_again": 0.0,
             "async/worlds_lost": 0.0,
+            "async/tokens_aborted": 20_000.0 * rng.random(),
+            "async/slowest_replica": 0.9 + 0.1 * rng.random(),
             "policy/effective_sample_size": 0.9 + 0.02 * rng.random(),
         }
     return rows
@@ -183,6 +185,8 @@ SEPARATE_ILLNESSES: dict[str, Callable[[Rows], None]] = {
     "rollout waits": scaling("async/rollout_wait_s", 20.0, begin=0.5),
     "samples dropped": dropping,
     "few effective samples": scaling("policy/effective_sample_size", 0.3, begin=0.6),
+    "tokens aborted": setting("async/tokens_aborted", 300_000.0, begin=0.5),
+    "slow replica": scaling("async/slowest_replica", 0.3, begin=0.6),
     "rollout world ended": losing_a_world,
 }
 

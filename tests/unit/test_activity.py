@@ -2,22 +2,20 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from parallel.bridge import BridgeLostError
-from verl_megatron.model_specs import ServingWorld
+from verl_megatron.observe import activity
+from verl_megatron.observe.activity import ActivityLog, activities_of, clock_difference
 from verl_megatron.observe.timeline import WAITING
-from verl_megatron.separate import activity
-from verl_megatron.separate.activity import ActivityLog, activities_of, clock_difference
 
 
 class Bridge:
     """The keys of a store that two ranks of a rollout world share with training."""
 
     def __init__(self, rank: int, keys: dict[str, bytes]):
-        self.rank, self.keys, self.serving_ranks = rank, keys, range(2, 4)
+        self.rank, self.keys, self.serving_ranks, self.name = rank, keys, range(2, 4), "rollout:1"
         self.is_lost = False
 
     def put(self, key, value):
@@ -39,11 +37,6 @@ class Bridge:
         return self.keys[key]
 
 
-def world_of(*bridges: Bridge) -> list[SimpleNamespace]:
-    served_by = ServingWorld(name="rollout:1", ranks=(5, 6))
-    return [SimpleNamespace(bridge=bridge, served_by=served_by) for bridge in bridges]
-
-
 def ask(keys: dict[str, bytes], *beats) -> list:
     """Ask while other threads beat, as ranks do between decoding steps."""
     ended = threading.Event()
@@ -57,7 +50,7 @@ def ask(keys: dict[str, bytes], *beats) -> list:
     for thread in threads:
         thread.start()
     try:
-        return activities_of(world_of(Bridge(0, keys)))
+        return activities_of([(Bridge(0, keys), (5, 6))])
     finally:
         ended.set()
         for thread in threads:
@@ -88,7 +81,7 @@ def test_a_lost_bridge_is_no_fault_of_the_timeline():
     bridge.is_lost = True
     log.answers(bridge)
     log.beating(lambda: None)()
-    assert activities_of(world_of(bridge)) == []
+    assert activities_of([(bridge, (5, 6))]) == []
 
 
 @pytest.mark.parametrize(

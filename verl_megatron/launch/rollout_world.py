@@ -20,10 +20,10 @@ from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.base_trainer import SLOW_S
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
+from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.rollout.stream import Partial
 from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype, sources_of
-from verl_megatron.separate.activity import ActivityLog
 from verl_megatron.separate.order_server import OrderServer
 from verl_megatron.separate.serving import Replica, join_training
 from verl_megatron.separate.stream_server import StreamServer

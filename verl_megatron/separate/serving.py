@@ -15,10 +15,10 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import Prompt, TrainingPrompts
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
+from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.observe.sources import Sources
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.engine import RolloutEngine
-from verl_megatron.separate.activity import ActivityLog
 from verl_megatron.separate.identity import ServedWeights
 from verl_megatron.separate.orders import ENGINE, SHARDS, SourceShards, shares_of
 from verl_megatron.separate.weights import named, plan_of, receive_versions

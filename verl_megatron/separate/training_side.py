@@ -8,11 +8,11 @@ from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.observe.activity import activities_of
 from verl_megatron.observe.timeline import Activity
 from verl_megatron.residency import Tag
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
-from verl_megatron.separate.activity import activities_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.ordered_sampler import OrderedSampler
 from verl_megatron.separate.remote_sampler import RemoteSampler
@@ -96,7 +96,8 @@ class RemoteEngine:
 
     def activities(self) -> list[Activity]:
         """Return what the ranks of the rollout worlds did; called on the first training rank."""
-        return activities_of(self._fleet.links.values())
+        links = self._fleet.links.values()
+        return activities_of([(link.bridge, link.served_by.ranks) for link in links])
 
     def close(self) -> None:
         """Let the rollout worlds end. Collective over the training world."""

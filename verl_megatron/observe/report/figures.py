@@ -141,7 +141,7 @@ FIGURES = (
         section=WORLDS,
         title="Share of waiting",
         unit="share of its time",
-        metrics=("async/training_wait_share", "async/rollout_wait_share"),
+        metrics=("async/training_wait_fraction", "async/rollout_wait_fraction"),
         note="training waits for samples; the rollout waits for orders or weights",
         from_zero=True,
     ),
@@ -178,6 +178,33 @@ FIGURES = (
     ),
     Figure(
         section=WORLDS,
+        title="Tokens that are dropped or computed again",
+        unit="tokens",
+        metrics=("async/tokens_dropped", "async/tokens_aborted"),
+        note="dropped since the run began; aborted in the iteration for new weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Scoring worlds",
+        unit="seconds an iteration",
+        metrics=tuple(
+            f"async/{model}_{what}"
+            for model in ("reference", "reward", "teacher")
+            for what in ("s", "wait_s")
+        ),
+        note="of their work, and for which training waited for them",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Slowest replica",
+        unit="share of the others' median",
+        metrics=("async/slowest_replica",),
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
         title="New weights within a sample",
         unit="",
         metrics=("async/versions_per_sample", "async/interrupted"),
@@ -205,6 +232,14 @@ FIGURES = (
         title="Generation",
         unit="tokens a second",
         metrics=("rollout/throughput_tokens_per_sec",),
+        from_zero=True,
+    ),
+    Figure(
+        section=COST,
+        title="Throughput",
+        unit="tokens a second and GPU",
+        metrics=("train/throughput_tokens_per_sec_per_gpu",),
+        note="prompts and responses, over the GPUs of all worlds",
         from_zero=True,
     ),
     Figure(

@@ -25,7 +25,7 @@ KINDS = {
 }
 
 # Shares of its time for which a side has waited for the other, of runs whose rollout is on ranks of its own.
-TRAINING_WAITS, ROLLOUT_WAITS = "async/training_wait_share", "async/rollout_wait_share"
+TRAINING_WAITS, ROLLOUT_WAITS = "async/training_wait_fraction", "async/rollout_wait_fraction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
                 is_finite = value is not None and math.isfinite(value)
                 points.setdefault(key, {})[row["step"]] = value if is_finite else None
     waited = _waiting_shares(points)
-    return {key: _series(by_step) for key, by_step in (points | waited).items()}
+    return {key: _series(by_step) for key, by_step in (waited | points).items()}
 
 
 def _waiting_shares(points: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[int, float | None]]:

@@ -130,6 +130,15 @@ LIMITS = (
         remedy="lower async.max_staleness, actor.lr or algorithm.num_mini_batches; without stale samples, "
         "look at the gap between sampler and trainer",
     ),
+    Limit(
+        name="slow replica",
+        metric="async/slowest_replica",
+        limit=0.5,
+        is_least=True,
+        text="a rollout replica makes {value} of the others' median of tokens a second (limit {limit})",
+        remedy="the console names it: look at its GPUs and at what else its host does; with several rollout "
+        "worlds, async.buffer=window gives it less to do",
+    ),
 )
 TRAINED = ("policy", "critic", "reward_model")  # prefixes of the metrics of a trained model
 STEP_SIZE = "lower the learning rate, or lower engine.clip_grad; look at rewards and lengths before it"

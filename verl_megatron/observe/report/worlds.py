@@ -8,6 +8,7 @@ from verl_megatron.observe.report.rules import LEAST_SMOOTH, SMOOTH, Alarm, numb
 
 MOST_WAITING = 0.5  # share of its time
 MOST_DROPPED = 0.5  # of the samples that are made
+MOST_ABORTED = 1.0  # tokens of aborted samples, for each token that is trained on
 
 
 def stale(run: RunRecord) -> Iterator[Alarm]:
@@ -88,6 +89,29 @@ def dropped(run: RunRecord) -> Iterator[Alarm]:
         )
 
 
+def aborted(run: RunRecord) -> Iterator[Alarm]:
+    """Caches that new weights compute again, beside the tokens that are trained on."""
+    steps, tokens = run.finite("async/tokens_aborted")
+    lengths = dict(zip(*run.finite("rollout/response_tokens_mean")))
+    trained = dict(zip(*run.finite("async/samples_trained")))
+    shares = []
+    for step, again in zip(steps, tokens):
+        of = lengths.get(step, 0.0) * (trained.get(step, 0.0) - trained.get(step - 1, 0.0))
+        shares.append(again / of if of > 0 else 0.0)
+    where, level = _above(shares, MOST_ABORTED)
+    if where:
+        yield of_iterations(
+            steps,
+            where,
+            name="tokens aborted",
+            metric="async/tokens_aborted",
+            text=f"new weights compute the cache of {percent(level)} as many tokens again as are trained on "
+            f"(limit {percent(MOST_ABORTED)})",
+            remedy="async.partial=pause keeps the old cache, and finish lets running samples end; "
+            "a lower rollout.max_num_seqs has fewer samples running",
+        )
+
+
 def ended(run: RunRecord) -> Iterator[Alarm]:
     """Rollout worlds that ended and were started again."""
     steps, values = run.finite("async/worlds_lost")
@@ -115,4 +139,4 @@ def _above(values: Sequence[float], limit: float) -> tuple[list[int], float]:
     return where, max(level, default=0.0)
 
 
-CHECKS = (stale, waiting, dropped, ended)
+CHECKS = (stale, waiting, dropped, aborted, ended)

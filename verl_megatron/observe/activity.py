@@ -1,4 +1,4 @@
-"""What the ranks of a rollout world did and when, for the timeline of a run.
+"""What the ranks of a world beside training did and when, for the timeline of a run.
 
 Each rank notes when it begins to do something else. At the end of the run the first training rank asks for
 these notes, over the bridge. The clocks of two hosts may differ: the answer has the time at which it was
@@ -8,11 +8,10 @@ given, which lies between question and arrival. A difference that this cannot te
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from parallel.bridge import Bridge, BridgeLostError
 from verl_megatron.observe.timeline import WAITING, Activity
-from verl_megatron.separate.link import RolloutLink
 
 ASK = "activity/ask"  # key of the store
 LOOK_S = 0.05  # between two looks for the question
@@ -21,7 +20,7 @@ MOST = 20_000  # notes that a rank keeps: those of many iterations
 
 
 class ActivityLog:
-    """Notes of one rank of a rollout world; it keeps none unless the run records a timeline."""
+    """Notes of one rank of such a world; it keeps none unless the run records a timeline."""
 
     def __init__(self, *, is_kept: bool):
         self._notes: deque[tuple[str, float]] | None = deque(maxlen=MOST) if is_kept else None
@@ -62,25 +61,28 @@ class ActivityLog:
             self._bridge = None  # noticed where samples are sent
 
 
-def activities_of(links: Iterable[RolloutLink]) -> list[Activity]:
-    """Ask all ranks of the rollout worlds; those that do not answer within `ANSWER_S` are left out."""
+def activities_of(bridges: Sequence[tuple[Bridge, Sequence[int]]]) -> list[Activity]:
+    """Ask all ranks of other worlds; those that do not answer within `ANSWER_S` are left out.
+
+    Args:
+        bridges: to these worlds, with the ranks of the run that they have.
+    """
     asked_at, found = time.time(), []
-    links = list(links)
-    for link in links:
+    for bridge, _ in bridges:
         try:
-            link.bridge.put(ASK, b"")
+            bridge.put(ASK, b"")
         except BridgeLostError:
             pass  # it does not answer
-    for link in links:
-        for rank, key in zip(link.served_by.ranks, map(_key, link.bridge.serving_ranks)):
+    for bridge, ranks in bridges:
+        for rank, key in zip(ranks, map(_key, bridge.serving_ranks)):
             try:
                 left_s = max(0.0, asked_at + ANSWER_S - time.time())
-                notes, answered_at = json.loads(link.bridge.value(key, within_s=left_s))
+                notes, answered_at = json.loads(bridge.value(key, within_s=left_s))
             except (BridgeLostError, TimeoutError):
                 continue
             ahead_s = clock_difference(asked_at, answered_at, time.time())
             states = [(name, begin - ahead_s) for name, begin in notes]
-            found.append(Activity(rank=rank, world=link.served_by.name, states=states))
+            found.append(Activity(rank=rank, world=bridge.name, states=states))
     return found
 
 
