@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_megatron.observe.metrics import PhaseEvent, RecordedIteration
-from verl_megatron.observe.timeline import chrome_trace
+from verl_megatron.observe.metrics import PhaseEvent
+from verl_megatron.observe.timeline import RankPhases, chrome_trace
 
 Rows = list[dict]
 PHASES = {
@@ -74,6 +74,35 @@ def healthy_rows(iterations: int, *, seed: int = 1) -> Rows:
     return rows
 
 
+def separate_rows(iterations: int, *, seed: int = 1) -> Rows:
+    """Rows of a healthy run at staleness 1, whose rollout has ranks of its own."""
+    rng, rows = random.Random(seed), healthy_rows(iterations, seed=seed)
+    for row in rows[1:]:
+        step, generated, waited = row["step"], 9.0 * math.exp(rng.gauss(0, 0.1)), 1.5 * rng.random()
+        row["train/step_time_ms"] += 1e3 * (waited - row["time/rollout_s"])
+        row |= {
+            "time/rollout_s": waited,
+            "async/staleness_min": 0.0,
+            "async/staleness_mean": 1.0 - 0.3 * rng.random(),
+            "async/staleness_max": float(step > 1),
+            "async/rollout_wait_s": 1.0 + rng.random(),
+            "async/generation_s": generated,
+            "async/groups_in_flight": 60.0 + rng.randint(0, 4),
+            "async/versions_per_sample": 1.2,
+            "async/interrupted": float(rng.randint(0, 40)),
+            "async/samples_sampled": 512.0 * (step + 1),
+            "async/samples_trained": 512.0 * step,
+            "async/samples_dropped": 0.0,
+            "async/samples_in_flight": 512.0,
+            "async/dealt_again": 0.0,
+            "async/worlds_lost": 0.0,
+            "async/tokens_aborted": 20_000.0 * rng.random(),
+            "async/slowest_replica": 0.9 + 0.1 * rng.random(),
+            "policy/effective_sample_size": 0.9 + 0.02 * rng.random(),
+        }
+    return rows
+
+
 def from_on(rows: Rows, share: float) -> Rows:
     """The rows after this share of the run."""
     return rows[round(share * len(rows)) :]
@@ -112,6 +141,21 @@ def leaking(rows: Rows) -> None:
         row["memory/reward_mb"] += 20 * row["step"]
 
 
+def dropping(rows: Rows) -> None:
+    """Three of four samples that are made are dropped, from the middle on."""
+    dropped = 0.0
+    for row in rows[1:]:
+        dropped += 1536.0 * (2 * row["step"] > len(rows))
+        row["async/samples_dropped"] = dropped
+        row["async/samples_sampled"] += dropped
+
+
+def losing_a_world(rows: Rows) -> None:
+    """A rollout world that ends twice, and whose samples are made again."""
+    for step in (200, 203):
+        rows[step] |= {"async/worlds_lost": 1.0, "async/dealt_again": 12.0}
+
+
 # Name of the alarm → what is done to the rows. Each is found by this name, and nothing else is.
 ILLNESSES: dict[str, Callable[[Rows], None]] = {
     "cut responses": setting("rollout/cut_fraction", 0.4, begin=0.6),
@@ -134,6 +178,19 @@ ILLNESSES: dict[str, Callable[[Rows], None]] = {
 }
 
 
+# The same for `separate_rows`.
+SEPARATE_ILLNESSES: dict[str, Callable[[Rows], None]] = {
+    "samples too old": setting("async/staleness_max", 2.0, begin=0.4, end=0.42),
+    "training waits": scaling("time/rollout_s", 60.0, begin=0.5),
+    "rollout waits": scaling("async/rollout_wait_s", 20.0, begin=0.5),
+    "samples dropped": dropping,
+    "few effective samples": scaling("policy/effective_sample_size", 0.3, begin=0.6),
+    "tokens aborted": setting("async/tokens_aborted", 300_000.0, begin=0.5),
+    "slow replica": scaling("async/slowest_replica", 0.3, begin=0.6),
+    "rollout world ended": losing_a_world,
+}
+
+
 def write_run(folder: Path, rows: Rows, *, hostile: bool = False) -> Path:
     """Write a run's folder with metrics, samples and a timeline."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,18 +199,19 @@ def write_run(folder: Path, rows: Rows, *, hostile: bool = False) -> Path:
     for step in sorted({1, last // 2, last} - {0}):
         write_samples(folder, step, hostile=hostile)
     ranks = [timeline_of(rank) for rank in range(8)]
-    (folder / "timeline.json").write_text(json.dumps(chrome_trace(ranks)))
+    trace = chrome_trace(ranks, began_at=0.0, wall_s=ranks[0].events[-1].end_s)
+    (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
 
 
-def timeline_of(rank: int) -> RecordedIteration:
+def timeline_of(rank: int) -> RankPhases:
     """Phases of a rank that waits in each of them, more or less."""
     events, start = [], 0.0
     for place, (phase, seconds) in enumerate(PHASES.items()):
         end = start + seconds
         events.append(PhaseEvent(phase, start, end - 0.06 * seconds * ((rank + place) % 5), end))
         start = end
-    return RecordedIteration(tuple(events), began_at=0.0, wall_s=start)
+    return RankPhases(rank=rank, events=tuple(events))
 
 
 ANSWER = (

@@ -1,6 +1,7 @@
 """Python interface: a complete RL run, from the first validation to the exported model."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from parallel.bridge import given_address
@@ -19,6 +20,7 @@ from verl_megatron.model_specs import is_separate
 from verl_megatron.observe import samples
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.pictures import draw_report
+from verl_megatron.observe.timeline import Activity
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
@@ -27,6 +29,7 @@ from verl_megatron.rollout.curriculum import Hook
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
+from verl_megatron.separate.training_side import RemoteEngine
 
 
 class RLTrainer(BaseTrainer):
@@ -107,6 +110,14 @@ class RLTrainer(BaseTrainer):
     def close(self) -> None:
         """Stop the reward workers and free the rollout engine."""
         self.run.close()
+
+    @property
+    def ahead(self) -> int | None:
+        return self.config.async_.max_staleness if is_separate(self.config) else None
+
+    def other_ranks(self) -> Sequence[Activity]:
+        engine = self.run.engine
+        return engine.activities() if isinstance(engine, RemoteEngine) else ()
 
     def _generation(self) -> str:
         planned = PlannedRun.of(self.config, world_size=self.world.size)

@@ -16,6 +16,7 @@ from tests.end_to_end.conftest import TRAIN, settings_of
 from tests.end_to_end.launch import MARK, Ended, Started, run
 from tests.end_to_end.measured import learned
 from tests.worlds import ROOT, environment_of_ranks
+from verl_megatron.observe.timeline import Timeline
 from verl_megatron.observe.tracking import read_metrics
 
 JOB = [
@@ -91,6 +92,7 @@ def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
         "async/generation_s",
         "async/rollout_wait_s",
         "async/dealt_again",
+        "async/worlds_lost",
         *ARRIVED,
         but,
     )
@@ -115,7 +117,8 @@ def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path, dev
 def stale(toy, tmp_path_factory) -> Path:
     """A run with stale samples."""
     folder = tmp_path_factory.mktemp("stale")
-    ended_of(folder, *settings_of(toy, folder / "run", *JOB, *STALE))
+    timeline = "run.track_metrics=[console,jsonl,timeline]"
+    ended_of(folder, *settings_of(toy, folder / "run", *JOB, *STALE, timeline))
     return folder / "run"
 
 
@@ -126,6 +129,16 @@ def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
     assert [row["async/iterations_in_flight"] for row in rows] == [2, 2, 2, 2, 1, 0]
     assert rows[0]["policy/effective_sample_size"] > 0.99  # truncated importance weights, by default
     assert all(row["policy/importance_weight"] <= 2 for row in rows)
+    training, rollout = Timeline.read(stale / "timeline.json").ranks
+    assert (training.world, rollout.world) == ("training", "rollout")
+    assert [event.name for event in training.events].count("actor_update") == 3, "three iterations"
+    generated = [event for event in rollout.events if event.name == "rollout"]
+    work = [event for event in training.events if event.busy_end_s > event.start_s + 0.01]
+    assert any(
+        one.start_s < other.busy_end_s and other.start_s < one.busy_end_s
+        for one in generated
+        for other in work
+    ), "both work at once"
 
 
 def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_path):

@@ -13,7 +13,7 @@ from verl_megatron.planner import (
 from verl_megatron.planner.activations import training_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.planned_run import PlannedRun
-from verl_megatron.planner.serving import own_rollout_bytes, serving_bytes
+from verl_megatron.planner.rollout.serving import own_rollout_bytes, serving_bytes
 from verl_megatron.planner.training import infer_seconds, layer_flops, passes, step_seconds
 
 # ---- what was measured -----------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from tests.planned import H200, arch, run_config
 from verl_megatron.commands import plan
 from verl_megatron.planner import PlannedRun, plan_memory, plan_seconds, search_splits
 from verl_megatron.planner.memory import SERVING, problems_of
+from verl_megatron.planner.rollout.serving import kv_bytes_per_token, vllm_working_bytes
 from verl_megatron.planner.search import configured
-from verl_megatron.planner.serving import kv_bytes_per_token, vllm_working_bytes
 
 
 def separate(training: int, gpus: int, **settings) -> PlannedRun:

@@ -32,7 +32,7 @@ def test_a_report_has_every_metric_sample_and_rank(tmp_path):
     steps, values = run["series"]["kl/ref"]
     assert run["steps"][steps] == list(range(1, 41))
     assert values == pytest.approx([row["kl/ref"] for row in rows[1:]], rel=1e-5)
-    assert len(run["timeline"]) == 8 and [len(events) for events in run["timeline"]] == [6] * 8
+    assert [len(rank["events"]) for rank in run["timeline"]] == [6] * 8
     training = [group for group in run["groups"] if group["source"] == "training"]
     assert [group["samples"][0]["step"] for group in training] == [40, 40, 20, 20, 1, 1]
     first = training[0]["samples"][0]

@@ -9,16 +9,26 @@ import time
 import pytest
 
 from tests.documents import PAGES, text_of
-from tests.reported_runs import ILLNESSES, healthy_rows, plant_stall, write_run
+from tests.reported_runs import (
+    ILLNESSES,
+    SEPARATE_ILLNESSES,
+    healthy_rows,
+    plant_stall,
+    separate_rows,
+    starts_of,
+    write_run,
+)
 from tests.unit.test_documents import KNOWN, NAMED
 from verl_megatron.observe.report import history
 from verl_megatron.observe.report.alarms import find_alarms
 from verl_megatron.observe.report.record import RunRecord, State, read_run, series_of
 from verl_megatron.observe.report.rules import Alarm
 
+AT_STALENESS_1 = {"async.max_staleness": "1"}
 
-def run_of(rows, **state) -> RunRecord:
-    return RunRecord(name="run", series=series_of(rows), state=State(**state))
+
+def run_of(rows, settings=AT_STALENESS_1, **state) -> RunRecord:
+    return RunRecord(name="run", series=series_of(rows), settings=settings, state=State(**state))
 
 
 def names_of(rows, **state) -> set[str]:
@@ -27,19 +37,32 @@ def names_of(rows, **state) -> set[str]:
 
 @pytest.mark.parametrize("iterations", [1, 3, 25, 120, 500])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_healthy_run_has_no_alarm(iterations, seed):
-    assert names_of(healthy_rows(iterations, seed=seed), silent_s=20.0, at_work=True) == set()
+@pytest.mark.parametrize("rows_of", [healthy_rows, separate_rows])
+def test_a_healthy_run_has_no_alarm(rows_of, iterations, seed):
+    assert names_of(rows_of(iterations, seed=seed), silent_s=20.0, at_work=True) == set()
+
+
+PLANTED = [
+    *((name, healthy_rows) for name in ILLNESSES),
+    *((name, separate_rows) for name in SEPARATE_ILLNESSES),
+]
+
+
+def planted(name, rows_of) -> list[dict]:
+    """Rows of a run with an illness."""
+    rows = rows_of(500)
+    (ILLNESSES | SEPARATE_ILLNESSES)[name](rows)
+    return rows
 
 
 def is_ill(row, was) -> bool:
     return row != was and row.get("policy/reuse_error") != 1e-6
 
 
-@pytest.mark.parametrize("name", ILLNESSES)
-def test_an_illness_is_found_by_its_name_and_nothing_else_is(name):
-    rows = healthy_rows(500)
-    ILLNESSES[name](rows)
-    changed = [row["step"] for row, was in zip(rows, healthy_rows(500)) if is_ill(row, was)]
+@pytest.mark.parametrize(("name", "rows_of"), PLANTED)
+def test_an_illness_is_found_by_its_name_and_nothing_else_is(name, rows_of):
+    rows = planted(name, rows_of)
+    changed = [row["step"] for row, was in zip(rows, rows_of(500)) if is_ill(row, was)]
     (alarm,) = find_alarms(run_of(rows))
     assert alarm.name == name and alarm.text and alarm.remedy and alarm.metric
     # a rolling median sees an illness some points after it began
@@ -92,6 +115,25 @@ def test_the_lock_tells_a_run_at_work_from_a_killed_one(tmp_path):
     assert read_run(folder).state.was_killed and not read_run(folder).state.at_work
 
 
+def test_waiting_is_no_fault_where_both_sides_take_turns():
+    rows = separate_rows(100)
+    for row in rows[1:]:
+        row |= {"async/staleness_max": 0.0, "time/rollout_s": 1e-3 * row["train/step_time_ms"]}
+    for settings in ({"async.max_staleness": "0"}, {}):
+        assert find_alarms(run_of(rows, settings)) == []
+
+
+def test_staleness_is_judged_by_the_setting_of_the_last_start(tmp_path):
+    rows = separate_rows(60)
+    rows[15]["async/staleness_max"] = 3.0
+    folder = write_run(tmp_path / "run", rows)
+    (folder / "config.yaml").write_text("async:\n  max_staleness: 1\n")
+    (alarm,) = find_alarms(read_run(folder))
+    assert alarm.name == "samples too old" and "3 updates" in alarm.text and alarm.first == alarm.last == 15
+    (folder / "run.json").write_text(json.dumps(starts_of(("stopped", ""), ("stopped", ""), ("", ""))))
+    assert find_alarms(read_run(folder)) == [], "the samples of iteration 15 were made before the third start"
+
+
 def test_alarms_that_last_come_first():
     rows = healthy_rows(200)
     ILLNESSES["rewards failing"](rows)
@@ -104,12 +146,7 @@ def test_alarms_that_last_come_first():
 
 
 def every_alarm() -> list[Alarm]:
-    found = []
-    for plant in ILLNESSES.values():
-        rows = healthy_rows(500)
-        plant(rows)
-        found += find_alarms(run_of(rows))
-    return found
+    return [alarm for name, rows_of in PLANTED for alarm in find_alarms(run_of(planted(name, rows_of)))]
 
 
 def test_remedies_name_settings_that_exist_and_the_page_of_alarms_has_each():

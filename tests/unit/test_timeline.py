@@ -9,7 +9,15 @@ import pytest
 from tests.one_rank import ONE_RANK
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
 from verl_megatron.observe.pictures import draw_timeline
-from verl_megatron.observe.timeline import Timeline, chrome_trace, record_timeline
+from verl_megatron.observe.timeline import (
+    WAITING,
+    Activity,
+    Timeline,
+    chrome_trace,
+    labels_of,
+    on_one_clock,
+    record_timeline,
+)
 from verl_megatron.observe.tracking import MetricsTracker, check_sinks
 
 WORK_S = {"rollout": (0.02, 0.1), "update": (0.08, 0.02)}  # by phase: of rank 0 and 1
@@ -36,7 +44,7 @@ def two_ranks() -> list[RecordedIteration]:
         thread.start()
     for thread in threads:
         thread.join()
-    return [clock.recorded for clock in clocks]
+    return [clock.iterations[-1] for clock in clocks]
 
 
 def test_a_rank_waits_where_the_other_works_longer():
@@ -58,7 +66,7 @@ def test_nothing_is_recorded_and_nobody_waits_unless_asked():
     with clock.phase("rollout"):
         clock.own_work_ends()
     clock.pop()
-    assert clock.recorded is None
+    assert not clock.iterations
 
 
 def test_waiting_inside_a_phase_can_be_told_apart_and_a_failed_phase_waits_for_nobody():
@@ -71,12 +79,12 @@ def test_waiting_inside_a_phase_can_be_told_apart_and_a_failed_phase_waits_for_n
         raise RuntimeError
     assert len(waits) == 2  # before the first phase and after it
     clock.pop()
-    (event,) = clock.recorded.events
+    (event,) = clock.iterations[-1].events
     assert event.end_s - event.busy_end_s >= 0.05 > event.busy_end_s - event.start_s
     with clock.phase("update"):
         time.sleep(0.05)
     clock.pop()
-    (event,) = clock.recorded.events
+    (event,) = clock.iterations[-1].events
     assert event.busy_end_s - event.start_s >= 0.05, "where the waiting began is of one phase only"
 
 
@@ -92,10 +100,11 @@ RECORDED = [
         wall_s=5.1,
     ),
 ]
+RANKS = on_one_clock([[iteration] for iteration in RECORDED], ())
 
 
 def test_the_trace_has_a_complete_event_of_work_and_one_of_waiting_for_each_phase(tmp_path):
-    trace = chrome_trace(RECORDED)
+    trace = chrome_trace(RANKS, began_at=86_400.0, wall_s=5.0)
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert all(
         event.keys() == {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}
@@ -123,7 +132,7 @@ def test_the_trace_has_a_complete_event_of_work_and_one_of_waiting_for_each_phas
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(trace))
     timeline = Timeline.read(path)
-    assert timeline.events == tuple(iteration.events for iteration in RECORDED)
+    assert timeline.ranks == tuple(RANKS)
     assert (timeline.phases_s, timeline.wall_s, timeline.waiting_share) == (4.0, 5.0, 1.5 / 8)
 
 
@@ -136,10 +145,52 @@ def test_what_is_no_timeline_is_refused_by_name(tmp_path, text):
         Timeline.read(tmp_path / "timeline.json")
 
 
+def iterations_from(began_at: float) -> list[RecordedIteration]:
+    """Two iterations, 10 s apart, of a training rank with this clock."""
+    events = (PhaseEvent("rollout", 0.0, 2.0, 2.0), PhaseEvent("update", 2.0, 8.0, 9.0))
+    return [RecordedIteration(events, began_at=began_at + 10 * i, wall_s=10.0) for i in range(2)]
+
+
+def test_worlds_are_shown_on_the_clock_of_the_first_rank(tmp_path):
+    """The second training rank's clock is an hour ahead, which its barriers make up for."""
+    rollout = Activity(
+        rank=2,
+        world="rollout",
+        states=[
+            (WAITING, 90.0),
+            ("rollout", 98.0),
+            (WAITING, 103.0),
+            ("reshard", 104.0),
+            ("rollout", 105.0),
+        ],
+    )
+    ranks = on_one_clock([iterations_from(100.0), iterations_from(3_700.0)], [rollout])
+    assert [(each.rank, each.world) for each in ranks] == [(0, "training"), (1, "training"), (2, "rollout")]
+    assert labels_of(ranks)[1:] == ["rank 1 · training", "rank 2 · rollout"]
+    assert (
+        ranks[0].events
+        == ranks[1].events
+        == (
+            PhaseEvent("rollout", 0.0, 0.0, 2.0),  # training waits for samples
+            PhaseEvent("update", 2.0, 8.0, 9.0),
+            PhaseEvent("rollout", 10.0, 10.0, 12.0),
+            PhaseEvent("update", 12.0, 18.0, 19.0),
+        )
+    )
+    assert ranks[2].events == (
+        PhaseEvent("rollout", 0.0, 3.0, 3.0),
+        PhaseEvent(WAITING, 3.0, 3.0, 4.0),
+        PhaseEvent("reshard", 4.0, 5.0, 5.0),
+        PhaseEvent("rollout", 5.0, 19.0, 19.0),
+    )
+    (tmp_path / "timeline.json").write_text(json.dumps(chrome_trace(ranks, began_at=100.0, wall_s=20.0)))
+    assert Timeline.read(tmp_path / "timeline.json").ranks == tuple(ranks)
+
+
 def test_the_picture_shows_work_and_waiting(tmp_path):
     from matplotlib import pyplot
 
-    draw_timeline(tmp_path / "timeline.png", [iteration.events for iteration in RECORDED])
+    draw_timeline(tmp_path / "timeline.png", [each.events for each in RANKS], labels_of(RANKS))
     image = pyplot.imread(tmp_path / "timeline.png")
     assert min(image.shape[:2]) > 250 and image[..., :3].std() > 0.05
 

@@ -105,7 +105,8 @@ class Fleet:
         )
         self.shares, self.version = shares_of(self.worlds, 1), 0
         self.links = {0: Link(self, self.random)}
-        self.all_links, self.prompt_of, self.num_lost = [self.links[0]], {}, 0
+        self.all_links, self.prompt_of = [self.links[0]], {}
+        self.num_lost = self.num_ended = self.told_lost = 0
 
     def prompt(self, block, index):
         if block.cursor is None:
@@ -127,6 +128,7 @@ class Fleet:
     def lose(self, place, reason):
         assert not self.links.pop(place).alive
         self.num_lost += 1
+        self.num_ended += 1
 
     def provide(self, place, version):
         if not self.links[place].alive:
@@ -162,6 +164,7 @@ def one_iteration(fleet, sampler, source, iteration, staleness):
     sums = Sums()
     sampler.score(batch, sums)
     numbers = sums.reduce(ONE_RANK)
+    fleet.told_lost += numbers["async/worlds_lost"]
     made = numbers["async/samples_sampled"]
     assert made == sum(numbers[f"async/samples_{name}"] for name in ("trained", "dropped", "in_flight"))
     assert numbers["async/samples_trained"] == iteration * P * SAMPLES
@@ -184,8 +187,7 @@ def test_each_group_is_used_once_and_none_is_too_old(staleness, deaths, seed):
     assert sorted(used) == list(range(P * LAST))  # without drops every prompt, once
     if staleness == 0:
         assert used == sorted(used)
-    if deaths:
-        assert fleet.num_lost
+    assert fleet.told_lost == fleet.num_lost and bool(deaths) == bool(fleet.num_lost)
     seen = [fleet.prompt_of[number] for number in sorted(used)]
     plain = PromptCursor(num_prompts=len(PROMPTS), seed=1)
     assert seen == [PROMPTS[i] for i in plain.draw(P * LAST)]

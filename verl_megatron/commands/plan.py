@@ -33,6 +33,7 @@ from verl_megatron.model_specs import is_separate, num_training_ranks, rollout_d
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
+    Lengths,
     Machine,
     PlannedRun,
     compare,
@@ -101,7 +102,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "prompts_per_iteration": total // samples,
             "samples_per_prompt": samples,
         },
-        "rollout": {"max_tokens": given.response},
+        "rollout": {"max_tokens": most_tokens(given)},
         "algorithm": {
             "name": given.algorithm,
             "num_mini_batches": given.mini_batches,
@@ -138,6 +139,31 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         _check_model(option, model)
     refuse(check_planned(config, architecture(config.actor.path), _training_ranks(config, given.gpus)))
     return config
+
+
+def most_tokens(given: argparse.Namespace) -> int:
+    """Return the most tokens of a response.
+
+    Raises:
+        ValueError: --lengths have longer ones than --response.
+    """
+    if given.lengths is None:
+        return given.response or 1024
+    longest = given.lengths.longest
+    if given.response and given.response < longest:
+        raise ValueError(
+            f"--lengths have responses of {longest} tokens, and --response allows {given.response}; "
+            "leave it out, or make it as large"
+        )
+    return given.response or longest
+
+
+def lengths(text: str) -> Lengths:
+    """Argument type: a distribution of lengths."""
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _training_ranks(config: TrainerConfig, gpus: int) -> int:
@@ -262,7 +288,16 @@ def _add_iteration(options: argparse.ArgumentParser) -> None:
         "--samples-per-prompt", type=COUNT, help="default: 8 where they are compared, else 1"
     )
     options.add_argument("--prompt", type=COUNT, default=512, help="tokens of a prompt")
-    options.add_argument("--response", type=COUNT, default=1024, help="tokens of a response")
+    options.add_argument(
+        "--response", type=COUNT, help="most tokens of a response; default: 1024, or the longest of --lengths"
+    )
+    options.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="A-B:WEIGHT,...",
+        help="lengths of responses that differ: ranges of tokens with weights, such as 64-2048 or "
+        "512:70,1024-8192:30; memory counts the longest",
+    )
     options.add_argument("--mini-batches", type=COUNT, default=4, help="optimizer steps an iteration")
     options.add_argument("--algorithm", default="ppo", metavar="NAME", help=", ".join(ALGORITHMS))
 
@@ -293,6 +328,7 @@ def run(arguments: list[str]) -> int:
             "world_size": _training_ranks(config, given.gpus) if given.compare else given.gpus,
             "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
             "read": architecture,
+            "lengths": given.lengths,
         }
         if given.compare:
             print(compared(PlannedRun.of(config, **world), machine, given.compare))

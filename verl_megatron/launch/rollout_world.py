@@ -20,6 +20,7 @@ from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.base_trainer import SLOW_S
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
+from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.rollout.stream import Partial
 from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype, sources_of
@@ -84,6 +85,7 @@ class RolloutWorld:
         engine = make_vllm(config, Layout.parse(f"tp{tp}", ranks=self.world.ranks))
         engine.wake("weights")
         engine.wake("kv_cache")
+        activity = ActivityLog(is_kept="timeline" in config.run.track_metrics)
         replicas = [rank_set(self.world.ranks[at : at + tp]) for at in range(0, self.world.size, tp)]
         return Replica(
             engine=engine,
@@ -96,7 +98,8 @@ class RolloutWorld:
             validation=list(inputs.validation or ())[: config.data.validation_samples or None],
             sources=sources_of(config, inputs),
             seed=config.run.seed,
-            beat=beat,
+            beat=activity.beating(beat),
+            activity=activity,
         )
 
     def _serve_over_one_bridge(self, replica: Replica) -> bool:

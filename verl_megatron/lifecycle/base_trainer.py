@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from verl_megatron.lifecycle.record import RunRecord
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
-from verl_megatron.observe.timeline import record_timeline, write_timeline
+from verl_megatron.observe.timeline import Activity, record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Machine, machine_here
 from verl_megatron.preflight import Inputs
@@ -107,7 +107,7 @@ class BaseTrainer:
                 telling(Arrivals(self.say, self.watchdog.beat)),
             ):
                 self.build()
-            record_timeline(self.clock, run.track_metrics, self.world)
+            record_timeline(self.clock, run.track_metrics, self.world, ahead=self.ahead)
             record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir, self.world)
             self.announce()
             gc.freeze()  # exclude what was built; the command line starts with collection disabled
@@ -148,6 +148,15 @@ class BaseTrainer:
 
     def close(self) -> None:
         """Free what `build` has started."""
+
+    @property
+    def ahead(self) -> int | None:
+        """Iterations for which other worlds work ahead of time; None if there are none."""
+        return None
+
+    def other_ranks(self) -> Sequence[Activity]:
+        """Return what the ranks of other worlds did; called on the first rank."""
+        return ()
 
     # ---- parts of a loop -----------------------------------------------------------------------------------
 
@@ -201,7 +210,7 @@ class BaseTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             self.state.finish()
         with writing_to(self.output_dir):
-            write_timeline(self.clock, self.output_dir, self.world)
+            write_timeline(self.clock, self.output_dir, self.world, self.other_ranks)
             if tracker is not None:
                 tracker.close()
 

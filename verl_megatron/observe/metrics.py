@@ -6,6 +6,7 @@ samples.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -166,18 +167,19 @@ class PhaseTimer:
         self._events: list[PhaseEvent] = []
         self._began_s = self._began_at = self._inside_s = 0.0
         self._popped_s: float | None = None  # None: no phase yet
+        # The last iterations that `pop` has ended, if they are recorded.
+        self.iterations: deque[RecordedIteration] = deque(maxlen=1)
         self.seconds: dict[str, float] = {}  # since the last pop()
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
-        self.recorded: RecordedIteration | None = None  # the iteration that the last pop() ended
 
-    def record(self, wait_for_others: Callable[[], object]) -> None:
-        """Record the start and end of each phase in `recorded` from now on.
+    def record(self, wait_for_others: Callable[[], object], *, iterations: int = 1) -> None:
+        """Record the start and end of each phase of the last `iterations` from now on.
 
         Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting is attributed to
         the phase in which it arises. Without recording there are no barriers, and an early rank waits inside
         its next collective.
         """
-        self._wait_for_others = wait_for_others
+        self._wait_for_others, self.iterations = wait_for_others, deque(maxlen=iterations)
 
     def enter(self, around: Callable[[str], AbstractContextManager]) -> None:
         """Run every later phase inside `around(name)` as well."""
@@ -246,7 +248,7 @@ class PhaseTimer:
         wall_s = now - self._popped_s
         seconds = self.seconds | {"other": wall_s - self._inside_s}
         if self._wait_for_others is not None:
-            self.recorded = RecordedIteration(tuple(self._events), self._began_at, wall_s)
+            self.iterations.append(RecordedIteration(tuple(self._events), self._began_at, wall_s))
         self.seconds, self._events, self._popped_s, self._inside_s = {}, [], now, 0.0
         return seconds
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]  # of `read_metrics`: numbers, None for those that are not finite
+MOST_LABELS = 40  # of ranks, beside a timeline
 BLUE, ORANGE, GREEN = "#3465a4", "#d9730d", "#2e8b57"
 
 
@@ -44,14 +45,19 @@ def draw_report(output_dir: str | Path) -> Path:
     return path
 
 
-def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
-    """Plot each rank's phases as a colored line: solid while it works, hatched while it waits for others."""
+def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]], labels: Sequence[str]) -> None:
+    """Plot each rank's phases as a colored line: solid while it works, hatched while it waits for others.
+
+    Args:
+        labels: of the ranks.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     names = list(dict.fromkeys(event.name for events in ranks for event in events))
     colours = {name: colormaps["tab20"](2 * number % 19) for number, name in enumerate(names)}
+    colours["waiting"] = colormaps["gray"](0.5)  # of ranks of other worlds
     axis = Figure(figsize=(13, min(2.0 + 0.4 * len(ranks), 24)), layout="constrained").subplots()
     for rank, events in enumerate(ranks):
         for event in events:
@@ -65,10 +71,10 @@ def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
                 hatch="////",
                 linewidth=0,
             )
-    locator: Any = axis.yaxis.get_major_locator()
-    locator.set_params(integer=True)
-    axis.set(title="One iteration", xlabel="seconds", ylabel="rank", ylim=(len(ranks) - 0.5, -0.5))
-    legend = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in colours.items()]
+    apart = -(-len(ranks) // MOST_LABELS)
+    axis.set_yticks(range(0, len(ranks), apart), labels[::apart])
+    axis.set(xlabel="seconds", ylim=(len(ranks) - 0.5, -0.5))
+    legend = [Patch(color=colours[name], label=name.replace("_", " ")) for name in names if name != "waiting"]
     legend.append(
         Patch(facecolor="none", edgecolor="gray", hatch="////", linewidth=0, label="waits for other ranks")
     )

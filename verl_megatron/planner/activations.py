@@ -159,7 +159,7 @@ def row_by_row(run: PlannedRun) -> PlannedRun:
 
 def _tokens_of(run: PlannedRun, role: PlannedRole, rows: int) -> int:
     """Tokens of rows on a context-parallel rank."""
-    return -(-(run.packed_tokens + 1) * rows // role.layout.cp)
+    return int(-(-(run.packed_tokens + 1) * rows // role.layout.cp))
 
 
 def _fitting_rows(run: PlannedRun, role: PlannedRole, kind: Kind, room: float) -> float:

@@ -21,7 +21,7 @@ from verl_megatron.planner.activations import (
 )
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.serving import (
+from verl_megatron.planner.rollout.serving import (
     kv_bytes_per_token,
     kv_cache_bytes,
     own_rollout_bytes,
@@ -145,7 +145,11 @@ def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None =
 
 
 def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
-    """Predict the memory of every phase on every kind of rank, with the micro-batches that fit."""
+    """Predict the memory of every phase on every kind of rank, with the micro-batches that fit.
+
+    All samples count as long as allowed.
+    """
+    run = run.longest
     run = fit_budgets(run, machine.gpu_bytes, lambda smallest: _kinds_of(smallest, machine))
     kinds = _kinds_of(run, machine)
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
@@ -372,6 +376,7 @@ def problems_of(
         margin: share of a GPU and of a host that has to stay free; a negative margin lets a need exceed them
             by that share.
     """
+    run = run.longest
     if run.config.engine.dynamic_batching:  # whose micro-batches become smaller where memory is short
         memory = replace(memory, kinds=_kinds_of(row_by_row(run), machine))
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))

@@ -18,6 +18,7 @@ from verl_megatron.model_specs import (
     num_rollout_ranks,
     shares_trunk,
 )
+from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
@@ -100,7 +101,11 @@ def _by_part(parameters) -> PartElements:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run on a number of ranks. Every sample is assumed to be as long as the settings allow."""
+    """A run on a number of ranks.
+
+    Every sample is as long as the settings allow, unless `lengths` are given. Then seconds are those of these
+    lengths, and memory that of the longest samples.
+    """
 
     config: TrainerConfig
     world_size: int  # ranks that train
@@ -108,6 +113,7 @@ class PlannedRun:
     roles: tuple[PlannedRole, ...]
     # Token budgets by role, per context-parallel rank; without an entry engine.tokens_per_micro_batch.
     budgets: Mapping[str, int] = field(default_factory=dict)
+    lengths: Lengths | None = None  # of the responses
 
     @classmethod
     def of(
@@ -117,11 +123,13 @@ class PlannedRun:
         world_size: int,
         ranks_per_host: int = 8,
         read: Callable[[str], Architecture] = read_architecture,
+        lengths: Lengths | None = None,
     ) -> "PlannedRun":
         """Plan the models that `build_run` would build.
 
         Args:
             read: returns the architecture of a model path.
+            lengths: of the responses; None: all are as long as allowed.
 
         Raises:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
@@ -141,7 +149,13 @@ class PlannedRun:
                 ranks_per_host, world_size + is_separate(config) * num_rollout_ranks(config, 0)
             ),
             roles=tuple(roles),
+            lengths=lengths,
         )
+
+    @property
+    def longest(self) -> "PlannedRun":
+        """The run with all samples as long as allowed."""
+        return replace(self, lengths=None)
 
     @property
     def actor(self) -> PlannedRole:
@@ -167,6 +181,12 @@ class PlannedRun:
         return self.gpus > self.ranks_per_host and (layout.pp > 1 or self.gpus > len(layout.ranks))
 
     @property
+    def streams(self) -> bool:
+        """Whether replicas generate without pause; with partial=finish they pause at each update."""
+        given = self.config.async_
+        return given.max_staleness > 0 and given.buffer == "window" and given.partial != "finish"
+
+    @property
     def samples(self) -> int:
         """Samples of an iteration."""
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
@@ -188,11 +208,12 @@ class PlannedRun:
         return self.config.data.max_prompt_tokens
 
     @property
-    def response_tokens(self) -> int:
-        return self.config.rollout.max_tokens
+    def response_tokens(self) -> float:
+        """Tokens of a response: the most that are allowed, or the mean of `lengths`."""
+        return self.config.rollout.max_tokens if self.lengths is None else self.lengths.mean
 
     @property
-    def packed_tokens(self) -> int:
+    def packed_tokens(self) -> float:
         """Tokens of a sample in a forward pass: all but the last, with its share of a shared prompt."""
         return ceil(self.prompt_tokens / self._sharing) + self.response_tokens - 1
 
@@ -203,7 +224,10 @@ class PlannedRun:
         Half of a prompt those of the prompt, and all of it and half of the response those of the response.
         """
         prompt, response = self.prompt_tokens, self.response_tokens - 1
-        pairs = prompt**2 / (2 * self._sharing) + prompt * response + response**2 / 2
+        square = response**2
+        if self.lengths is not None:
+            square = self.lengths.mean_square - 2 * self.lengths.mean + 1  # of a response without its last
+        pairs = prompt**2 / (2 * self._sharing) + prompt * response + square / 2
         return pairs / self.packed_tokens
 
     @property
@@ -237,7 +261,7 @@ class PlannedRun:
         Follows verl_megatron/data/packing.py.
         """
         layout, length, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
-        together = min(samples, max(1, self.tokens_per_micro_batch(role) * layout.cp // length))
+        together = min(samples, max(1, int(self.tokens_per_micro_batch(role) * layout.cp // length)))
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 

@@ -17,7 +17,6 @@ from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.config.section import attribute_of
 from verl_megatron.model_specs import is_separate, num_rollout_ranks, shares_dtype
-from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.planned_run import (
@@ -27,8 +26,10 @@ from verl_megatron.planner.planned_run import (
     part_elements,
     served_elements,
 )
+from verl_megatron.planner.rollout.decoding import samples_at_once
+from verl_megatron.planner.rollout.lengths import Lengths
+from verl_megatron.planner.rollout.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
-from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
@@ -105,18 +106,18 @@ def search(
     machine: Machine,
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
-    margin: float = MARGIN,
+    lengths: Lengths | None = None,
 ) -> Search:
     """Try every layout of `base`'s models on `world_size` ranks.
 
     Args:
         read: returns the architecture of a model path.
-        margin: share of each GPU that has to stay free.
+        lengths: of the responses; None: all are as long as allowed.
 
     Raises:
         ValueError: a model that cannot be read, or settings with which no layout is valid.
     """
-    make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
+    make = _Maker(base, world_size, ranks_per_host, machine, read, lengths)
     arch, result = read(base.actor.path), Search()
     sizes = [
         tp
@@ -167,7 +168,7 @@ class _Maker:
     ranks_per_host: int
     machine: Machine
     read: Callable[[str], Architecture]
-    margin: float
+    lengths: Lengths | None
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -185,6 +186,7 @@ class _Maker:
             world_size=self.world_size,
             ranks_per_host=self.ranks_per_host,
             read=self.read,
+            lengths=self.lengths,
         )
 
     def training(self, chosen: Settings) -> Candidate | None:
@@ -205,7 +207,7 @@ class _Maker:
         memory = plan_memory(run, self.machine)
         problems = tuple(
             problem
-            for problem in problems_of(run, self.machine, memory, margin=self.margin)
+            for problem in problems_of(run, self.machine, memory, margin=MARGIN)
             if problem.cause not in ON_HOLDING
         )
         return Candidate(self._said(chosen), run, memory, problems)
@@ -229,7 +231,7 @@ class _Maker:
             holding["rollout.gpu_memory_utilization"] = share
             run = replace(run, config=configured(run.config, {"rollout.gpu_memory_utilization": share}))
             memory = plan_memory(run, self.machine)
-            problems = tuple(problems_of(run, self.machine, memory, margin=self.margin))
+            problems = tuple(problems_of(run, self.machine, memory, margin=MARGIN))
             time = None if problems else plan_seconds(run, self.machine, memory, work)
             found = Candidate(self._said(holding), run, memory, problems, time)
             if best is None or (
@@ -252,7 +254,7 @@ class _Maker:
         awake = (
             ("start", "rollout") if run.config.rollout.sleep else empty.phases
         )  # phases with vLLM's weights and cache on the GPU
-        room = empty.free_bytes(awake, self.machine.gpu_bytes * (1 - self.margin))
+        room = empty.free_bytes(awake, self.machine.gpu_bytes * (1 - MARGIN))
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
         cached = cached_tokens(run, samples_at_once(run, inf)) * kv_bytes_per_token(run)
         wanted = (

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from verl_megatron.model_specs import is_separate
-from verl_megatron.planner.decoding import rollout_seconds
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.decoding import Stream, rollout_seconds, stream_of
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
 from verl_megatron.planner.weight_sync import (
     adopt_seconds,
@@ -34,7 +34,8 @@ class TimePlan:
     flops: dict[str, float]  # of the phases in which models compute
     gpus: int
     peak_flops: float  # of one GPU
-    overlaps: bool = False  # the next samples are generated while the other phases train
+    staleness: int = 0  # above 0 the next samples are generated while the other phases train
+    stream: Stream | None = None  # of a rollout without pause; None: it ends with each iteration's samples
 
     @property
     def training(self) -> float:
@@ -42,9 +43,25 @@ class TimePlan:
         return sum(self.seconds.values()) - self.seconds["rollout"]
 
     @property
+    def overlaps(self) -> bool:
+        """Whether both sides work at the same time."""
+        return self.staleness > 0
+
+    @property
     def iteration(self) -> float:
-        rollout = self.seconds["rollout"]
-        return max(rollout, self.training) if self.overlaps else rollout + self.training
+        """Seconds of an iteration: both sides after each other, or the slower one.
+
+        Without pause, a sample may take as long as max_staleness iterations and the wait for it in the one
+        that trains on it. So the longest response and a training fit into max_staleness + 1 iterations. It is
+        never slower than to wait for each iteration's samples, which are drawn in the same order.
+        """
+        rollout, training = self.seconds["rollout"], self.training
+        if not self.overlaps:
+            return rollout + training
+        if self.stream is None:
+            return max(rollout, training)
+        late = (self.stream.longest + training) / (self.staleness + 1)
+        return max(rollout, training, min(self.stream.drained, late))
 
     def mfu(self, *phases: str) -> float:
         """Model FLOPs utilization over `phases` (none: all in which models compute).
@@ -96,10 +113,14 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
     """Predict every phase; `work` is the result of `plan_work` if it is known already."""
     run = replace(run, budgets=memory.budgets)
     work = work or plan_work(run, machine)
-    rollout, overlaps = rollout_seconds(run, machine, memory.kv_cache_bytes), False
+    staleness, stream = run.config.async_.max_staleness, None
+    if run.streams:
+        stream = stream_of(run, machine, memory.kv_cache_bytes)
+        rollout = min(stream.seconds, stream.drained)
+    else:
+        rollout = rollout_seconds(run, machine, memory.kv_cache_bytes)
     if is_separate(run.config):
-        overlaps = run.config.async_.max_staleness > 0
-        arrival = 0.0 if overlaps else arrival_seconds(run, machine)
+        arrival = 0.0 if staleness else arrival_seconds(run, machine)
         before = {
             "reshard": publish_seconds(run, machine),
             "rollout": arrival + adopt_seconds(run, machine) + rollout,
@@ -115,4 +136,4 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
     seconds["actor_update"] += sum(
         leaving_seconds(run, machine, role) for role in run.roles if role.name == "critic"
     )
-    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, overlaps)
+    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, staleness, stream)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.search import Search, configured, search, seconds_of
 
 PARTS = 16  # of many GPUs, one of which is the smallest step between two splits
@@ -18,6 +19,7 @@ def search_splits(
     machine: Machine,
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
+    lengths: Lengths | None = None,
 ) -> Search:
     """Try every layout of every split of `world_size` GPUs into ranks that train and ranks that generate.
 
@@ -26,6 +28,7 @@ def search_splits(
     Args:
         base: settings that all candidates share, `async.max_staleness` among them.
         read: returns the architecture of a model path.
+        lengths: of the responses; None: all are as long as allowed.
 
     Raises:
         ValueError: a model that cannot be read, or settings with which no layout is valid.
@@ -43,6 +46,7 @@ def search_splits(
                 machine=machine,
                 ranks_per_host=ranks_per_host,
                 read=read,
+                lengths=lengths,
             )
         except ValueError as error:
             reason = error

@@ -1,16 +1,16 @@
 """Text reports of plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.comparison import Compared
-from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.decoding import samples_at_once
 from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
@@ -72,11 +72,17 @@ def headline(run: PlannedRun, machine: Machine) -> str:
     rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
     if is_separate(run.config):
         rollout += f" on ranks {run.config.rollout.devices}"
-    samples = f"{run.samples} samples of {run.prompt_tokens} + {run.response_tokens} tokens"
+    samples = f"{run.samples} samples of {run.prompt_tokens} + {lengths_text(run)} tokens"
     return (
         f"{run.gpus} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"
         f" {samples} in {run.config.algorithm.num_mini_batches} mini-batches"
     )
+
+
+def lengths_text(run: PlannedRun) -> str:
+    """Format the tokens of a response: all as many, or a mean and the most."""
+    most = run.config.rollout.max_tokens
+    return f"{most}" if run.lengths is None else f"{run.response_tokens:.0f} (at most {most})"
 
 
 def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
@@ -128,16 +134,21 @@ def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[s
 
 
 def waiting(time: TimePlan) -> str:
-    """Format which side waits for the other, and for how much of an iteration."""
-    rollout, training = time.seconds["rollout"], time.training
-    side = "training" if rollout > training else "rollout"
-    return f"{side} waits {abs(rollout - training) / time.iteration:.0%}"
+    """Format the share of an iteration for which each side waits for the other."""
+    shares = {
+        "training": 1 - time.training / time.iteration,
+        "rollout": 1 - time.seconds["rollout"] / time.iteration,
+    }
+    waits = [f"{side} waits {share:.0%}" for side, share in shares.items() if share >= 0.005]
+    return ", ".join(waits) or "neither waits"
 
 
 def samples_together(run: PlannedRun, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
     samples, at_once = ceil(run.generated_samples / run.replicas), samples_at_once(run, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
+    if at_once > samples:
+        return f"{at_once} samples of a replica at once, of several iterations"
     if at_once < min(samples, run.config.rollout.max_num_seqs):
         follows = run.config.rollout.dynamic_batching
         limit = (
@@ -154,58 +165,69 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     not fit, and recipe lines of the best three.
     """
     shown = result.fitting[:best]
-    lines = []
-    if shown:
-        phases = [phase for phase in PHASES_SHOWN if phase in shown[0].seconds.seconds]
-        head = (
-            f"{'':>3} {'actor layout':<18}{'rollout':<11}"
-            + _cells(phases, 14)
-            + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
-        )
-        lines += [
-            head,
-            *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
-            "",
-            MFU_MEANING,
-        ]
-        if any(
-            machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
-            for candidate in shown
-        ):
-            lines.append(
-                f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
-                f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
-            )
-        first = shown[0]
-        lines += [
-            "",
-            "the first:",
-            *memory_lines(first.memory, machine),
-            *seconds_lines(first.run, first.seconds, first.memory),
-        ]
+    lines = _best_lines(shown, machine) if shown else []
     if result.refused:
-        lines += [
-            "",
-            f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB"
-            f" ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
-        ]
-        for cause, group in result.refused_by_cause().items():
-            nearest, problem = group[0], group[0].problems[0]
-            where = " ".join(
-                f"{name}={spelled(value)}"
-                for name, value in nearest.settings.items()
-                if not name.startswith("critic.") and not name.endswith(".stage_layers")
-            )
-            lines.append(
-                f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB"
-                f" of {problem.room_bytes / GIB:,.1f}: {where}"
-            )
+        lines += _refused_lines(result, machine)
     lines += (
         ["", "recipe lines:", *recipe_lines(result)]
         if shown
         else ["", "nothing fits: use more GPUs, shorter samples or smaller models"]
     )
     return "\n".join(lines)
+
+
+def _best_lines(shown: Sequence[Candidate], machine: Machine) -> list[str]:
+    """Format the best candidates, and the first of them by phase."""
+    first, separate = shown[0], is_separate(shown[0].run.config)
+    phases = [phase for phase in PHASES_SHOWN if phase in first.seconds.seconds]
+    lines = [
+        f"{'':>3} {'actor layout':<18}{'rollout':<11}"
+        + _cells(phases, 14)
+        + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}"
+        + f"{'GPUs':<9}{'who waits':<40}" * separate
+        + "also set",
+        *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
+        "",
+        MFU_MEANING,
+    ]
+    if separate:
+        lines.append("GPUs: those that train + those that generate; MFU counts both")
+    if any(
+        machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
+        for candidate in shown
+    ):
+        lines.append(
+            f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
+            f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
+        )
+    return [
+        *lines,
+        "",
+        "the first:",
+        *memory_lines(first.memory, machine),
+        *seconds_lines(first.run, first.seconds, first.memory),
+    ]
+
+
+def _refused_lines(result: Search, machine: Machine) -> list[str]:
+    """Format the reasons why candidates do not fit."""
+    lines = [
+        "",
+        f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB"
+        f" ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
+    ]
+    for cause, group in result.refused_by_cause().items():
+        nearest, problem = group[0], group[0].problems[0]
+        where = " ".join(
+            f"{name}={spelled(value)}"
+            for name, value in nearest.settings.items()
+            if not name.startswith("critic.") and not name.endswith(".stage_layers")
+        )
+        lines.append(
+            f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB"
+            f" of {problem.room_bytes / GIB:,.1f}: {where}"
+        )
+    return lines
 
 
 def alternatives(
@@ -249,7 +271,9 @@ def _row(candidate: Candidate, phases: list[str]) -> str:
     rest += " uneven stages" * bool(candidate.run.actor.layout.stage_layers)
     return (
         f"{run.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
-        f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
+        f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}"
+        + f"{f'{run.world_size}+{run.gpus - run.world_size}':<9}{waiting(time):<40}" * is_separate(run.config)
+        + rest
     )
 
 

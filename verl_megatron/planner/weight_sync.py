@@ -3,7 +3,7 @@
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.serving import own_rollout_bytes, serving_bytes
+from verl_megatron.planner.rollout.serving import own_rollout_bytes, serving_bytes
 
 
 def moved_bytes(run: PlannedRun) -> float:

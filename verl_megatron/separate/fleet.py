@@ -53,6 +53,7 @@ class Fleet:
         # Host copies by version, and by the size of the worlds whose plans read these parameters; 0: all.
         self._kept: dict[tuple[int, int], Parameters] = {}
         self.version = 0  # of the present weights
+        self.num_ended = 0  # worlds that have ended, since the last iteration's metrics
         self.worlds: Sequence[ServingWorld] = rollout_worlds(config)
         self.links: dict[int, RolloutLink] = {}  # of the worlds that are there, by place in `worlds`
         self.shares = shares_of(self.worlds, config.rollout.tp)
@@ -134,6 +135,7 @@ class Fleet:
             ValueError: several ended in this place, one after the other, without having made a sample.
         """
         link = self.links.pop(place)
+        self.num_ended += 1
         self._last_report = link.report
         if (left := link.unsent()) is not None and self._keeps:
             self._keep(len(link.served_by.ranks), *left)

@@ -57,6 +57,7 @@ class OrderServer:
     def _next(self, number: int) -> tuple[Order, float] | None:
         """Return the next order once its weights are here, and the seconds until then; None at the end."""
         begin, bridge = time.perf_counter(), self._exchange.bridge
+        self._replica.activity.enter()
         while not bridge.has(order_key(number)):
             while self._sending and self._sending[0].done():
                 self._sending.popleft().result()  # raises what went wrong
@@ -72,6 +73,7 @@ class OrderServer:
 
     def _carry_out(self, number: int, order: Order, waited_s: float) -> None:
         begin, sums = time.perf_counter(), Sums()
+        self._replica.activity.enter("rollout")
         source, trains = self._replica.prompts, order.iteration > 0
         if order.cursor is not None:
             source.cursor.load_state_dict(order.cursor)
@@ -85,6 +87,7 @@ class OrderServer:
         )
         purpose = f"the samples of iteration {order.iteration}" if trains else "the validation's answers"
         self._exchange.check(order.sync, purpose)
+        self._replica.activity.enter("reward")
         rewards_B = self._sampler.score(batch, sums)
         if trains and self._world.is_first:
             sums.add("async/rollout_wait_s", waited_s, 1)

@@ -107,6 +107,7 @@ class OrderedSampler(RemoteSampler):
         version: int,
         keep_group: KeepGroup | None = None,
     ) -> RolloutBatch:
+        self._iteration = iteration
         self._admit()
         if isinstance(source, TrainingPrompts):
             collection = self._collect(iteration, source.cursor.state_dict())

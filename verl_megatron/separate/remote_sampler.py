@@ -67,6 +67,7 @@ class RemoteSampler(ABC):
         self._dealt_again = (
             0  # prompts whose samples a world that ended has not made, since the last collection
         )
+        self._iteration = 0  # of the last collection; 0: validation's
         self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
 
     @abstractmethod
@@ -125,8 +126,13 @@ class RemoteSampler(ABC):
         """This rank's training samples that have arrived and wait for their iteration."""
 
     def _add_counts(self, sums: Sums) -> None:
+        """Add what was counted since the iteration before, validations included."""
+        if not self._iteration:
+            return
         sums.add("async/dealt_again", self._dealt_again, 1)
-        self._dealt_again, share = 0, 1 / self.world.size  # the sums of all ranks
+        sums.add("async/worlds_lost", self._fleet.num_ended, 1)
+        self._dealt_again = self._fleet.num_ended = 0
+        share = 1 / self.world.size  # the sums of all ranks
         for name, count in (asdict(self._counts) | {"in_flight": self._in_flight()}).items():
             sums.add(f"async/samples_{name}", count, share)
 

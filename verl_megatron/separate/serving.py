@@ -15,6 +15,7 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import Prompt, TrainingPrompts
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
+from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.observe.sources import Sources
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.engine import RolloutEngine
@@ -38,6 +39,7 @@ class Replica:
     sources: Sources
     seed: int
     beat: Callable[[], None]
+    activity: ActivityLog
 
     def close(self) -> None:
         """End the reward workers, and free the engine."""
@@ -55,6 +57,7 @@ class Exchange:
     versions: VersionedReshard
     served: ServedWeights | None  # None: weights are not verified
     first_replica: int  # of this world, counted over all rollout worlds
+    activity: ActivityLog
 
     def check(self, sync: int, purpose: str) -> None:
         """Check that vLLM holds the weights of a sync; arguments and errors as of `ServedWeights.check`."""
@@ -75,6 +78,7 @@ class Exchange:
                 self.bridge.check()
                 wait()
                 time.sleep(POLL_S)
+            self.activity.enter("reshard")
             sync = self.versions.adopt()
         if self.served is not None:
             self.served.expect(sync)
@@ -105,8 +109,14 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
     served = ServedWeights(bridge, versions, named(target)) if verifies else None
     if own.is_first:
         bridge.put(ENGINE, str(replica.engine.kv_cache_tokens).encode())
+    replica.activity.answers(bridge)
     worlds = rollout_worlds(config)
     share = shares_of(worlds, config.rollout.tp)[worlds.index(served_by)]
     return Exchange(
-        bridge=bridge, parcels=parcels, versions=versions, served=served, first_replica=share.first
+        bridge=bridge,
+        parcels=parcels,
+        versions=versions,
+        served=served,
+        first_replica=share.first,
+        activity=replica.activity,
     )

@@ -13,6 +13,7 @@ from parallel.bridge import POLL_S, BridgeLostError, losing, together
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Prompt
 from verl_megatron.observe.metrics import REWARD_LATENCY, Sums
+from verl_megatron.observe.timeline import WAITING
 from verl_megatron.rollout.sampler import Numbers, batch_of, rewards_of
 from verl_megatron.rollout.sampling import Generation, Request, sample_seed
 from verl_megatron.rollout.stream import FinishedGroup, Group, GroupStream, Partial
@@ -94,6 +95,7 @@ class StreamServer:
             self._replica.beat()
             self._scoring += self._stream.step()
             self._gather_scored()
+            self._replica.activity.enter("rollout" if self._stream.num_running else WAITING)
             if not self._stream.num_running:
                 begin = time.perf_counter()
                 time.sleep(POLL_S)

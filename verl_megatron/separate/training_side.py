@@ -8,6 +8,8 @@ from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.observe.activity import activities_of
+from verl_megatron.observe.timeline import Activity
 from verl_megatron.residency import Tag
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
@@ -91,6 +93,11 @@ class RemoteEngine:
 
     def restore(self) -> bool:
         return False
+
+    def activities(self) -> list[Activity]:
+        """Return what the ranks of the rollout worlds did; called on the first training rank."""
+        links = self._fleet.links.values()
+        return activities_of([(link.bridge, link.served_by.ranks) for link in links])
 
     def close(self) -> None:
         """Let the rollout worlds end. Collective over the training world."""

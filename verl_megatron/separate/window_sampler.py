@@ -65,7 +65,6 @@ class WindowSampler(RemoteSampler):
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
         self._taken: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
-        self._iteration = 0
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
         self._interrupted = 0  # samples of these
 

@@ -4,11 +4,21 @@ Every check reads a `RunRecord` and returns its alarms; it knows nothing of the 
 those of `rules`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from verl_megatron.observe.report import history
+from verl_megatron.observe.report import history, worlds
 from verl_megatron.observe.report.record import RunRecord
-from verl_megatron.observe.report.rules import HISTORIES, LEAST_SMOOTH, LIMITS, SMOOTH, TRAINED, Alarm
+from verl_megatron.observe.report.rules import (
+    HISTORIES,
+    LEAST_SMOOTH,
+    LIMITS,
+    SMOOTH,
+    TRAINED,
+    Alarm,
+    number,
+    of_iterations,
+    percent,
+)
 
 LEAST_CONSTANT = 10  # iterations before a constant reward is one
 LEAST_ENTROPY, START = 30, 10  # iterations before the entropy is judged, by the median of the first ones
@@ -32,15 +42,6 @@ def find_alarms(run: RunRecord) -> list[Alarm]:
     return sorted(found, key=lambda alarm: (alarm.is_over, bool(alarm.metric), alarm.first or 0))
 
 
-def number(value: float) -> str:
-    """Write a number with three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
-
-
 def iterations_of(alarm: Alarm) -> str:
     """Return when an alarm holds, in words."""
     if alarm.first is None or alarm.last is None:
@@ -50,22 +51,6 @@ def iterations_of(alarm: Alarm) -> str:
     span = f"iterations {alarm.first} to {alarm.last}"
     is_partial = 0 < alarm.count < alarm.last - alarm.first + 1
     return f"{span}, in {alarm.count} of them" if is_partial else span
-
-
-def of_iterations(
-    steps: Sequence[int], where: Sequence[int], *, name: str, metric: str, text: str, remedy: str
-) -> Alarm:
-    """Return an alarm of the points `where` of a curve; it is over if the last points are without."""
-    return Alarm(
-        name=name,
-        metric=metric,
-        text=text,
-        remedy=remedy,
-        first=steps[where[0]],
-        last=steps[where[-1]],
-        count=len(where),
-        is_over=where[-1] < len(steps) - SMOOTH,
-    )
 
 
 def failed(run: RunRecord) -> Iterator[Alarm]:
@@ -142,16 +127,17 @@ def not_finite(run: RunRecord) -> Iterator[Alarm]:
     )
 
 
-def above_limits(run: RunRecord) -> Iterator[Alarm]:
-    """Metrics above their `LIMITS`."""
+def beyond_limits(run: RunRecord) -> Iterator[Alarm]:
+    """Metrics beyond their `LIMITS`."""
     for rule in LIMITS:
         steps, values = run.finite(rule.metric)
         points = min(rule.smooth, max(len(values), LEAST_SMOOTH if rule.smooth > 1 else 1))
         level = history.rolling_median(values, points).tolist()
-        where = [place + points - 1 for place, value in enumerate(level) if value > rule.limit]
+        sign = -1.0 if rule.is_least else 1.0
+        where = [place + points - 1 for place, value in enumerate(level) if sign * value > sign * rule.limit]
         if where:
             shown = percent if rule.share else number
-            worst = max(level[place - points + 1] for place in where)
+            worst = sign * max(sign * level[place - points + 1] for place in where)
             text = rule.text.format(value=shown(worst), limit=shown(rule.limit))
             yield of_iterations(
                 steps, where, name=rule.name, metric=rule.metric, text=text, remedy=rule.remedy
@@ -311,7 +297,7 @@ CHECKS: tuple[Check, ...] = (
     failed,
     stalled,
     not_finite,
-    above_limits,
+    beyond_limits,
     above_histories,
     entropy_collapse,
     reward_falling,
@@ -319,4 +305,5 @@ CHECKS: tuple[Check, ...] = (
     validation_worse,
     memory_growth,
     no_gradient,
+    *worlds.CHECKS,
 )

@@ -19,7 +19,8 @@ class Figure:
     from_zero: bool = False  # the axis begins at 0
 
 
-LEARNING, UPDATES, COST, OTHERS = "Learning", "Updates", "Time and memory", "Other metrics"
+LEARNING, UPDATES, WORLDS, COST = "Learning", "Updates", "Training and rollout worlds", "Time and memory"
+OTHERS = "Other metrics"
 FIGURES = (
     Figure(
         section=LEARNING,
@@ -129,6 +130,96 @@ FIGURES = (
         metrics=("critic/loss", "critic/value_mean", "critic/return_mean"),
     ),
     Figure(
+        section=WORLDS,
+        title="Staleness",
+        unit="updates",
+        metrics=("async/staleness_min", "async/staleness_mean", "async/staleness_max"),
+        note="by which the weights that made a sample lag behind those that train on it",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Share of waiting",
+        unit="share of its time",
+        metrics=("async/training_wait_fraction", "async/rollout_wait_fraction"),
+        note="training waits for samples; the rollout waits for orders or weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Seconds of the rollout",
+        unit="seconds an iteration",
+        metrics=("async/generation_s", "async/rollout_wait_s"),
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Prompts in flight",
+        unit="prompts",
+        metrics=("async/groups_in_flight",),
+        note="whose samples are ordered and not yet trained on",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Iterations in flight",
+        unit="iterations",
+        metrics=("async/iterations_in_flight",),
+        note="whose samples are ordered and not yet trained on",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="What became of the samples",
+        unit="samples since the run began",
+        metrics=tuple(f"async/samples_{name}" for name in ("sampled", "trained", "dropped", "in_flight")),
+        note="sampled is the sum of the others",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Tokens that are dropped or computed again",
+        unit="tokens",
+        metrics=("async/tokens_dropped", "async/tokens_aborted"),
+        note="dropped since the run began; aborted in the iteration for new weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Scoring worlds",
+        unit="seconds an iteration",
+        metrics=tuple(
+            f"async/{model}_{what}"
+            for model in ("reference", "reward", "teacher")
+            for what in ("s", "wait_s")
+        ),
+        note="of their work, and for which training waited for them",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Slowest replica",
+        unit="share of the others' median",
+        metrics=("async/slowest_replica",),
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="New weights within a sample",
+        unit="",
+        metrics=("async/versions_per_sample", "async/interrupted"),
+        note="versions that made a sample's tokens; samples that went on with new weights",
+        from_zero=True,
+    ),
+    Figure(
+        section=WORLDS,
+        title="Faults of the rollout",
+        unit="",
+        metrics=("async/worlds_lost", "async/dealt_again"),
+        note="worlds that ended and were started again; prompts whose samples were made again",
+        from_zero=True,
+    ),
+    Figure(
         section=COST,
         title="Phases of an iteration",
         unit="seconds",
@@ -141,6 +232,14 @@ FIGURES = (
         title="Generation",
         unit="tokens a second",
         metrics=("rollout/throughput_tokens_per_sec",),
+        from_zero=True,
+    ),
+    Figure(
+        section=COST,
+        title="Throughput",
+        unit="tokens a second and GPU",
+        metrics=("train/throughput_tokens_per_sec_per_gpu",),
+        note="prompts and responses, over the GPUs of all worlds",
         from_zero=True,
     ),
     Figure(
@@ -199,6 +298,6 @@ def labels_of(keys: Sequence[str]) -> list[str]:
 
 def _name_of(key: str) -> str:
     name = key.partition("/")[2] or key
-    if key.startswith(("time/", "memory/")):
+    if key.startswith(("time/", "memory/", "async/")):
         name = name.removesuffix("_s").removesuffix("_mb")
     return name.replace("_", " ")

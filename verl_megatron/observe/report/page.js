@@ -141,28 +141,52 @@
     });
   }
 
-  function drawTimeline(element) {
-    const ranks = data.runs[Number(element.dataset.run)].timeline;
-    const names = [...new Set(ranks.flatMap((events) => events.map((event) => event[0])))];
-    const found = [];
+  const labelOf = ({rank, world}) => plain(world ? `rank ${rank} · ${world}` : `rank ${rank}`);
+
+  function timelineTraces(ranks) {
+    const names = [...new Set(ranks.flatMap((rank) => rank.events.map((event) => event[0])))], found = [];
     names.forEach((name, place) => {
-      const colour = PHASES[place % PHASES.length];
-      for (const waits of [false, true]) {
-        const y = [], base = [], x = [];
-        ranks.forEach((events, rank) => events.filter((event) => event[0] === name).forEach(([, start, busy, end]) => {
-          y.push(rank); base.push(waits ? busy : start); x.push(waits ? end - busy : busy - start);
+      const colour = name === "waiting" ? "#999999" : PHASES[place % PHASES.length], title = plain(name.replaceAll("_", " "));
+      const isOnlyWaiting = ranks.every((rank) => rank.events.every(([other, start, busy]) => other !== name || busy === start));
+      for (const waits of isOnlyWaiting ? [true] : [false, true]) {
+        const y = [], base = [], x = [], text = [];
+        ranks.forEach((rank, row) => rank.events.filter((event) => event[0] === name).forEach(([, start, busy, end]) => {
+          const seconds = waits ? end - busy : busy - start;
+          if (seconds <= 0) return;
+          y.push(row); base.push(waits ? busy : start); x.push(seconds);
+          text.push(labelOf(rank));
         }));
+        const said = waits ? (isOnlyWaiting ? "waits:" : "waits after") : "";
         found.push({
-          type: "bar", orientation: "h", y, x, base, name: plain(name.replaceAll("_", " ")), legendgroup: name, showlegend: !waits,
+          type: "bar", orientation: "h", y, x, base, text, textposition: "none", name: title, legendgroup: name, showlegend: isOnlyWaiting || !waits,
           marker: waits ? {color: "rgba(0,0,0,0)", pattern: {shape: "/", fgcolor: colour, size: 6}} : {color: colour},
-          hovertemplate: `rank %{y} ${waits ? "waits after" : ""} ${plain(name)}: %{x:.3~g} s`,
+          hovertemplate: `%{text} ${said} ${title}: %{x:.3~g} s<extra></extra>`,
         });
       }
     });
-    element.style.height = `${Math.min(120 + 26 * ranks.length, 1200)}px`;
-    Plotly.react(element, found, layout({
+    return found;
+  }
+
+  function worldsOf(ranks) { // consecutive rows of one world
+    const found = [];
+    ranks.forEach(({world}, row) => {
+      if (!found.length || found[found.length - 1].world !== world) found.push({world, first: row, last: row});
+      found[found.length - 1].last = row;
+    });
+    return found;
+  }
+
+  function drawTimeline(element) {
+    const ranks = data.runs[Number(element.dataset.run)].timeline, worlds = worldsOf(ranks);
+    const apart = Math.ceil(ranks.length / 40), rows = ranks.map((_, row) => row).filter((row) => row % apart === 0);
+    const height = Math.min(120 + 26 * ranks.length, 1200);
+    element.style.height = `${height}px`;
+    Plotly.react(element, timelineTraces(ranks), layout({
       barmode: "overlay", hovermode: "closest", bargap: 0.25, xaxis: {title: {text: "seconds"}}, legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0},
-      yaxis: {title: {text: "rank"}, autorange: "reversed", tickformat: "d", dtick: ranks.length > 32 ? undefined : 1},
+      yaxis: {range: [ranks.length - 0.5, -0.5], tickvals: rows, ticktext: rows.map((row) => labelOf(ranks[row]))},
+      shapes: worlds.slice(1).map(({first}) => ({
+        type: "line", xref: "paper", x0: 0, x1: 1, y0: first - 0.5, y1: first - 0.5, line: {width: 1, color: variable("--quiet")},
+      })),
     }), CONFIG);
     drawn.set(element, drawTimeline);
   }

@@ -20,7 +20,7 @@ from verl_megatron.observe.report.samples import Group
 from verl_megatron.observe.report.starts import settings_apart
 from verl_megatron.observe.report.summary import facts, summary
 from verl_megatron.observe.report.thinning import thinned
-from verl_megatron.observe.timeline import Timeline
+from verl_megatron.observe.timeline import RankPhases, Timeline
 from verl_megatron.observe.tracking import replace_text
 
 REPORT_FILE = "report.html"
@@ -125,9 +125,17 @@ def data_of(run: RunRecord, alarms: Sequence[Alarm]) -> dict[str, Any]:
     }
 
 
-def timeline_data(timeline: Timeline) -> list[list[list[Any]]]:
-    """Return the phases of each of the first ranks."""
-    return [list(map(event_data, events)) for events in timeline.events[:MAX_RANKS]]
+def timeline_data(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the phases of ranks: all, or of each world the first ones."""
+    worlds: dict[str, list[RankPhases]] = {}
+    for each in timeline.ranks:
+        worlds.setdefault(each.world, []).append(each)
+    most = max(1, MAX_RANKS // max(len(worlds), 1))
+    shown = [each for ranks in worlds.values() for each in ranks[:most]]
+    return [
+        {"rank": each.rank, "world": each.world, "events": list(map(event_data, each.events))}
+        for each in shown
+    ]
 
 
 def event_data(event: PhaseEvent) -> list[Any]:

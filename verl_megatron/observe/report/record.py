@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel.runtime import run_lock
 from verl_megatron.observe.report.samples import Group, read_groups
-from verl_megatron.observe.report.starts import Start, read_starts
+from verl_megatron.observe.report.starts import Start, read_starts, settings_of
 from verl_megatron.observe.timeline import TRACE_FILE, Timeline
 from verl_megatron.observe.tracking import METRICS_FILE, complete_lines, parsed_rows
 
@@ -23,6 +23,9 @@ KINDS = {
     "reward/": "reinforcement learning",
     "policy/": "reinforcement learning",
 }
+
+# Shares of its time for which a side has waited for the other, of runs whose rollout is on ranks of its own.
+TRAINING_WAITS, ROLLOUT_WAITS = "async/training_wait_fraction", "async/rollout_wait_fraction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,13 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)  # what could not be read
     total_steps: int | None = None
     folder: Path | None = None
+    settings: dict[str, str] = field(default_factory=dict)  # as JSON, by section.name
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The setting `async.max_staleness`; None if it is not known."""
+        text = self.settings.get("async.max_staleness", "")
+        return int(text) if text.isdecimal() else None
 
     @property
     def kind(self) -> str:
@@ -90,7 +100,24 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
             if key != "step":
                 is_finite = value is not None and math.isfinite(value)
                 points.setdefault(key, {})[row["step"]] = value if is_finite else None
-    return {key: _series(by_step) for key, by_step in points.items()}
+    waited = _waiting_shares(points)
+    return {key: _series(by_step) for key, by_step in (waited | points).items()}
+
+
+def _waiting_shares(points: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[int, float | None]]:
+    """Return the share of its time for which each side has waited, by step; empty without a rollout world."""
+    idle, busy, training, step_ms = (
+        points.get(key, {})
+        for key in ("async/rollout_wait_s", "async/generation_s", "time/rollout_s", "train/step_time_ms")
+    )
+    shares: dict[str, dict[int, float | None]] = {}
+    for step, waited in idle.items():
+        worked, received, whole = busy.get(step), training.get(step), step_ms.get(step)
+        if waited is not None and worked is not None and waited + worked > 0:
+            shares.setdefault(ROLLOUT_WAITS, {})[step] = waited / (waited + worked)
+        if received is not None and whole:
+            shares.setdefault(TRAINING_WAITS, {})[step] = 1e3 * received / whole
+    return shares
 
 
 def _series(by_step: Mapping[int, float | None]) -> Series:
@@ -141,6 +168,7 @@ def record_of(
         groups=read_groups(folder, last_step=last_step, notes=said),
         notes=said,
         starts=starts,
+        settings=settings_of(folder),
         total_steps=total_steps or (starts[-1].iterations if starts else None),
     )
 

@@ -1,5 +1,6 @@
 """The alarm, and the metrics that have a limit or are compared with their own history."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMOOTH = 5  # points of the rolling median that is compared with a limit
@@ -20,9 +21,34 @@ class Alarm:
     is_over: bool = False  # the run went on without it
 
 
+def of_iterations(
+    steps: Sequence[int], where: Sequence[int], *, name: str, metric: str, text: str, remedy: str
+) -> Alarm:
+    """Return an alarm of the points `where` of a curve; it is over if the last points are without."""
+    return Alarm(
+        name=name,
+        metric=metric,
+        text=text,
+        remedy=remedy,
+        first=steps[where[0]],
+        last=steps[where[-1]],
+        count=len(where),
+        is_over=where[-1] < len(steps) - SMOOTH,
+    )
+
+
+def number(value: float) -> str:
+    """Write a number with three significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A metric whose values above a limit mean something, whatever the run."""
+    """A metric whose values above, or below, a limit mean something, whatever the run."""
 
     name: str
     metric: str
@@ -31,6 +57,7 @@ class Limit:
     remedy: str
     smooth: int = SMOOTH  # points of the rolling median that is compared; 1: each point counts
     share: bool = True  # values are shares, shown in percent
+    is_least: bool = False  # values below the limit are those that mean something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +120,24 @@ LIMITS = (
         share=False,
         text="reused log-probs differ from those of a separate pass by up to {value} nats (limit {limit})",
         remedy="set algorithm.reuse_logprobs=false",
+    ),
+    Limit(
+        name="few effective samples",
+        metric="policy/effective_sample_size",
+        limit=0.5,
+        is_least=True,
+        text="the samples count like {value} of their number: their weights are uneven (limit {limit})",
+        remedy="lower async.max_staleness, actor.lr or algorithm.num_mini_batches; without stale samples, "
+        "look at the gap between sampler and trainer",
+    ),
+    Limit(
+        name="slow replica",
+        metric="async/slowest_replica",
+        limit=0.5,
+        is_least=True,
+        text="a rollout replica makes {value} of the others' median of tokens a second (limit {limit})",
+        remedy="the console names it: look at its GPUs and at what else its host does; with several rollout "
+        "worlds, async.buffer=window gives it less to do",
     ),
 )
 TRAINED = ("policy", "critic", "reward_model")  # prefixes of the metrics of a trained model

@@ -101,7 +101,7 @@ def settings_apart(folders: Sequence[Path | None]) -> list[tuple[str, list[str]]
 
     Folders without a readable `config.yaml` have empty cells. What must differ is left out.
     """
-    found = [_settings(folder) if folder else {} for folder in folders]
+    found = [settings_of(folder) if folder else {} for folder in folders]
     known = [settings for settings in found if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name != "run.output_dir")
     apart = []
@@ -111,7 +111,7 @@ def settings_apart(folders: Sequence[Path | None]) -> list[tuple[str, list[str]]
     return apart
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def settings_of(folder: Path) -> dict[str, str]:
     """Return the settings of a run by section.name, as text; empty if there are none."""
     try:
         with (folder / SETTINGS_FILE).open("rb") as file:

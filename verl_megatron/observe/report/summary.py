@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from verl_megatron.observe.report.alarms import number
-from verl_megatron.observe.report.record import RunRecord
+from verl_megatron.observe.report.record import ROLLOUT_WAITS, TRAINING_WAITS, RunRecord
+from verl_megatron.observe.report.rules import number, percent
 
 ENDS = 10  # iterations at either end whose median is shown
 LOSSES = ("sft/loss", "dpo/loss", "reward_model/loss")
@@ -74,6 +74,14 @@ def weight_sync(run: RunRecord) -> str:
     return f"{size} in {typical(run, 'reshard/ms', factor=1.0, unit='ms')}" if size else ""
 
 
+def waiting(run: RunRecord) -> str:
+    """Return the share of its time for which each side usually waits, with rollout worlds."""
+    shares = [
+        (side, run.finite(key)[1]) for side, key in (("training", TRAINING_WAITS), ("rollout", ROLLOUT_WAITS))
+    ]
+    return ", ".join(f"{side} {percent(median(values))}" for side, values in shares if values)
+
+
 def iteration_time(run: RunRecord) -> str:
     """Return the usual time of an iteration."""
     if "train/step_time_ms" in run.series:
@@ -103,6 +111,7 @@ ROWS: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
         "generation",
         lambda run: typical(run, "rollout/throughput_tokens_per_sec", factor=1.0, unit="tokens/s"),
     ),
+    ("waiting", waiting),
     ("peak memory", memory),
     ("weight sync", weight_sync),
 )

@@ -67,7 +67,7 @@ def serving_bytes(run: PlannedRun, machine: Machine, own: float) -> dict[str, fl
     return {"vllm weights": own, "kv cache": cache}
 
 
-def cached_tokens(run: PlannedRun, samples: int) -> int:
+def cached_tokens(run: PlannedRun, samples: int) -> float:
     """Tokens of `samples` whole samples of a replica in vLLM's KV cache.
 
     Samples of one prompt are consecutive and share the prompt's keys and values.
