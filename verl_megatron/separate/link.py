@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels
+from parallel.bridge import POLL_S, Bridge, BridgeLostError
+from parallel.parcels import Parcels
 from parallel.rank_set import RankSet
 from parallel.reshard.execute import ReshardReport
 from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters
+from parallel.sealed_store import SealedStore
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ServingWorld
 from verl_megatron.separate.identity import PublishedWeights
@@ -43,7 +44,7 @@ class TrainingEnd:
 
     config: TrainerConfig
     world: RankSet  # all training ranks
-    store: dist.Store  # of the bridges
+    store: SealedStore  # of the bridges
     source: WeightSource  # the trained model's weights
     dtype: torch.dtype  # of vLLM's weights
     wait: Callable[[], None]  # called again and again while this rank waits for another world
