@@ -8,6 +8,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.checks.limits import value_problems
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
@@ -125,7 +126,13 @@ def _of_switches(algorithm: AlgorithmConfig) -> Iterator[Unused]:
             because="with algorithm.dynamic_sampling=false",
             remedy="set dynamic_sampling=true",
         )
-    if not algorithm.reuse_logprobs:
+    if not is_recomputed(algorithm):
+        yield Unused(
+            names=("algorithm.reuse_logprobs",),
+            because=f"with algorithm.old_logprobs={algorithm.old_logprobs}",
+            remedy="set old_logprobs=recompute",
+        )
+    elif not algorithm.reuse_logprobs:
         yield Unused(
             names=("algorithm.check_logprobs_interval",),
             because="with algorithm.reuse_logprobs=false",

@@ -9,6 +9,7 @@ from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import (
     ModelSpec,
@@ -180,6 +181,8 @@ class PlannedRun:
     @property
     def old_logprob_share(self) -> float:
         """Share of the samples whose old log-probs need a pass of their own."""
+        if not is_recomputed(self.config.algorithm):
+            return 0.0
         reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
         return 1 - (reuses and not shares_trunk(self.config)) / self.config.algorithm.num_mini_batches
 

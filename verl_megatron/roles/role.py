@@ -49,7 +49,8 @@ class Update:
     normalizer: Callable[[Tensor, range], LossScale]
     fields: Sequence[str] = ()  # per-token fields that the loss reads
     first_fields: Sequence[str] | None = None  # those of the first step; None: the same
-    after_first: Callable[[], None] = lambda: None  # called after the first step, on every rank
+    # Called after each step with the number of steps, on every rank.
+    after_step: Callable[[int], None] = lambda steps: None
     epochs: int = 1  # passes over all mini-batches
     # Called after each step with its metrics, on every rank; True skips the remaining steps.
     stop: Callable[[Sums], bool] | None = None
@@ -139,8 +140,7 @@ class Role:
                 )
                 sums.merge(metrics)
                 steps += 1
-                if steps == 1:
-                    update.after_first()
+                update.after_step(steps)
                 if update.stop is not None and update.stop(metrics):
                     return sums, steps
         return sums, steps
