@@ -15,6 +15,7 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,8 +82,8 @@ def given_address() -> tuple[str, int]:
     for name in (ADDRESS, TOKEN):
         if not os.environ.get(name):
             raise ValueError(
-                f"{name} is not set, and rollout.devices gives the rollout a world of its own; "
-                "start both with verl-megatron train, or give both the same address (HOST:PORT) and token"
+                f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
+                "with verl-megatron train, or give all the same address (HOST:PORT) and token"
             )
     host, _, port = os.environ[ADDRESS].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
@@ -124,8 +125,9 @@ class Bridge:
     number: int  # of the bridges of this name, from 1
     root: SealedStore  # what all bridges of this name share
     store: SealedStore  # what is this bridge's alone
-    wait: Callable[[], None]  # called while waiting for the other world
+    wait: Callable[[], None]  # called while waiting for the other world, on the thread that has joined
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _thread: int = field(default_factory=threading.get_ident)
 
     @classmethod
     def join(
@@ -273,9 +275,14 @@ class Bridge:
         while (found := self._found(key)) is None:
             if within_s is not None and time.monotonic() > begin + within_s:
                 raise TimeoutError(f"nothing of the other world for {within_s:.0f} s, {key} is missing")
-            self.wait()
-            time.sleep(POLL_S)
+            self.pause()
         return found
+
+    def pause(self) -> None:
+        """Wait a moment. Only the thread that has joined does other work meanwhile."""
+        if threading.get_ident() == self._thread:
+            self.wait()
+        time.sleep(POLL_S)
 
     def take(self, key: str) -> bytes:
         """Wait for a key that only this rank reads, remove it and return its value."""

@@ -1,14 +1,13 @@
 """Python objects from rank to rank of a bridge."""
 
 import pickle
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.bridge import POLL_S, Bridge, losing
+from parallel.bridge import Bridge, losing
 
 
 class Parcels:
@@ -52,8 +51,7 @@ class Parcels:
             received = self._receiver.submit(lambda: self._group.recv([payload], source, 0).wait())
             while not received.done():
                 self._bridge.check()
-                self._bridge.wait()
-                time.sleep(POLL_S)
+                self._bridge.pause()
             received.result()
         return pickle.loads(self._bridge.store.unseal(key, payload.numpy().tobytes()))
 

@@ -28,11 +28,15 @@ from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
 from verl_megatron.roles.old_logprobs import OldLogprobs
-from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together
+from verl_megatron.roles.role import DispatchedBatch, RemoteRole, Role, Update, infer_together
 
 POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs", "behind")
 VALUE_FIELDS = ("values", "returns")
-LOGPROBS_OF = {"actor": "logprobs", "reference": "ref_logprobs"}  # fields of the batch
+LOGPROBS_OF = {  # fields of the batch
+    "actor": "logprobs",
+    "reference": "ref_logprobs",
+    "teacher": "teacher_logprobs",
+}
 
 
 @dataclass(kw_only=True)
@@ -56,7 +60,7 @@ class Learner:
 
     def __init__(
         self,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, Role | RemoteRole],
         *,
         config: AlgorithmConfig,
         max_tokens: int,
@@ -64,10 +68,12 @@ class Learner:
         residency: Residency,
         clock: PhaseTimer,
     ):
-        self.roles, self.config, self.kl, self.residency, self.clock = roles, config, kl, residency, clock
+        self.roles = {name: role for name, role in roles.items() if isinstance(role, Role)}
+        self.remote = {name: role for name, role in roles.items() if isinstance(role, RemoteRole)}
+        self.config, self.kl, self.residency, self.clock = config, kl, residency, clock
         self.algorithm, self.objective = get_algorithm(config), get_objective(config)
         self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
-        self.actor, self.critic = roles["actor"], roles.get("critic")
+        self.actor, self.critic = self.roles["actor"], self.roles.get("critic")
         self.value_head = self.actor.engine.value_head  # settings of a critic on the actor's trunk
         self.world = self.actor.world
 
@@ -92,9 +98,20 @@ class Learner:
 
     def score(self, batch: RolloutBatch, table: SampleTable) -> Tensor:
         """Return the reward model's scores of the samples owned by this rank, [B] float32; 0 without one."""
-        if "reward" not in self.roles:
+        model = self.remote.get("reward") or self.roles.get("reward")
+        if model is None:
             return torch.zeros(len(batch))
-        return self.roles["reward"].infer(batch, table, ("values",), last_token=True)["values"].sum(1)
+        return model.infer(batch, table, ("values",), last_token=True)["values"].sum(1)
+
+    def begin(self, batch: RolloutBatch, table: SampleTable, *, rewards: bool) -> None:
+        """Start the passes of frozen models on ranks of their own, which `score` and `learn` wait for.
+
+        Args:
+            rewards: start that of the reward model, too.
+        """
+        for name in filter(self.remote.__contains__, ("reward", *LOGPROBS_OF)):
+            if rewards or name in LOGPROBS_OF:
+                self.remote[name].begin(batch, table)
 
     def learn(self, batch: RolloutBatch, table: SampleTable, sums: Sums, *, step: int) -> dict[str, float]:
         """Update the models on scored samples.
@@ -109,8 +126,10 @@ class Learner:
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
         given = batch
-        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.roles)
+        models = {*self.roles, *self.remote}
+        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, models)
         approximates = trains_actor and not is_recomputed(config)
+        self.begin(batch, table, rewards=False)
         with clock.phase("log_probs"):
             checks = (reuses or approximates) and self._is_checked(step)
             left_out = 0 if checks else len(table.mini_batches) if approximates else int(reuses)
@@ -124,6 +143,9 @@ class Learner:
                 for_critic = self.critic.dispatch(batch, table)
                 (results,) = infer_together([self.critic], for_critic, batch, ("values",))
                 batch.values = results["values"]
+        if self.remote:
+            with clock.phase("scores"):
+                self._take_log_probs(batch, table, sums)
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
                 batch,
@@ -167,8 +189,7 @@ class Learner:
             left_out: first mini-batches whose log-probs of the actor stay at 0.
         """
         dispatched = self.actor.dispatch(batch, table)
-        frozen = {name: self.roles[name] for name in ("reference", "teacher") if name in self.roles}
-        together = ["actor", "reference"] if "reference" in frozen else ["actor"]
+        together = ["actor", "reference"] if "reference" in self.roles else ["actor"]
         if left_out:
             batch.logprobs = torch.zeros(batch.generated_ids.shape)
             together.remove("actor")
@@ -183,9 +204,17 @@ class Learner:
             for name, result in zip(together, results):
                 setattr(batch, LOGPROBS_OF[name], result["logprobs"])
                 batch.values = result.get("values", batch.values)
-        if "teacher" in frozen:
-            batch.teacher_logprobs = frozen["teacher"].infer(batch, table, ("logprobs",))["logprobs"]
+        if "teacher" in self.roles:
+            results = self.roles["teacher"].infer(batch, table, ("logprobs",))
+            batch.teacher_logprobs = results["logprobs"]
         return dispatched
+
+    def _take_log_probs(self, batch: RolloutBatch, table: SampleTable, sums: Sums) -> None:
+        """Wait for the log-probs of frozen models on ranks of their own."""
+        for name, model in self.remote.items():
+            if name in LOGPROBS_OF:
+                setattr(batch, LOGPROBS_OF[name], model.infer(batch, table, ("logprobs",))["logprobs"])
+            model.add_metrics(sums)
 
     def _update_actor(
         self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool, exact_BT: Tensor | None

@@ -15,7 +15,7 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
-from verl_megatron.model_specs import is_separate
+from verl_megatron.model_specs import has_worlds
 from verl_megatron.observe import samples
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.pictures import draw_report
@@ -80,7 +80,7 @@ class RLTrainer(BaseTrainer):
             raise ValueError(problem)
         super().__init__(config, inspect_run, vllm=True)
         self.inputs.curriculum = curriculum
-        if is_separate(config):
+        if has_worlds(config):
             agree(given_address, self.world)
         self.say(optional_packages())
         for note in self.inputs.notes:

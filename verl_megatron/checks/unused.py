@@ -194,6 +194,18 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
             because="with a rollout on ranks of its own, for which no room has to be made",
             remedy="leave rollout.devices empty",
         )
+    if not config.reference.devices:
+        yield Unused(
+            names=("reference.layout",),
+            because="without reference.devices, where the reference has the actor's layout",
+            remedy="set reference.devices",
+        )
+    if not config.algorithm.kl_coef:
+        yield Unused(
+            names=("reference.devices",),
+            because="with algorithm.kl_coef=0, which has no reference",
+            remedy="set kl_coef above 0",
+        )
     if config.rollout.max_num_seqs == 1:
         yield Unused(
             names=("rollout.dynamic_batching",),

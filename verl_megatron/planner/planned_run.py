@@ -13,9 +13,11 @@ from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import (
     ModelSpec,
-    is_separate,
+    has_worlds,
     layout_of,
+    models_apart,
     models_of,
+    num_ranks,
     num_rollout_ranks,
     shares_trunk,
 )
@@ -138,9 +140,7 @@ class PlannedRun:
         return cls(
             config=config,
             world_size=world_size,
-            ranks_per_host=min(
-                ranks_per_host, world_size + is_separate(config) * num_rollout_ranks(config, 0)
-            ),
+            ranks_per_host=min(ranks_per_host, num_ranks(config) if has_worlds(config) else world_size),
             roles=tuple(roles),
         )
 
@@ -151,7 +151,7 @@ class PlannedRun:
     @property
     def gpus(self) -> int:
         """GPUs of all worlds."""
-        return self.world_size + is_separate(self.config) * num_rollout_ranks(self.config, 0)
+        return num_ranks(self.config) if has_worlds(self.config) else self.world_size
 
     @property
     def replicas(self) -> int:
@@ -183,7 +183,8 @@ class PlannedRun:
         """Share of the samples whose old log-probs need a pass of their own."""
         if not is_recomputed(self.config.algorithm):
             return 0.0
-        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        models = {role.name for role in (*self.roles, *models_apart(self.config))}
+        reuses = reuses_logprobs(self.config.algorithm, models)
         return 1 - (reuses and not shares_trunk(self.config)) / self.config.algorithm.num_mini_batches
 
     @property

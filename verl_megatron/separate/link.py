@@ -87,7 +87,7 @@ class RolloutLink:
         self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
         self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
         self._num_orders = self._num_fetches = 0
-        self.has_made_samples = False
+        self.has_served = False
 
     @property
     def report(self) -> ReshardReport:
@@ -187,7 +187,7 @@ class RolloutLink:
             self.bridge.put(fetch_key(replica, number), b"")
         owners = self.bridge.serving_ranks[:: self._tp]
         replies = [self._parcels.receive(source=owners[each], label=f"reply/{number}") for each in replicas]
-        self.has_made_samples |= any(reply.groups for reply in replies)
+        self.has_served |= any(reply.groups for reply in replies)
         return replies
 
     def receive(self, number: int, order: Order) -> list[Samples]:
@@ -203,7 +203,7 @@ class RolloutLink:
             for replica, owner in enumerate(owners)
             if owner_of(order.share.first, replica, bridge.num_training) == bridge.rank
         ]
-        self.has_made_samples = True
+        self.has_served = True
         return samples
 
     # ---- the end -------------------------------------------------------------------------------------------
