@@ -70,6 +70,7 @@ class Learner:
     ):
         self.roles = {name: role for name, role in roles.items() if isinstance(role, Role)}
         self.remote = {name: role for name, role in roles.items() if isinstance(role, RemoteRole)}
+        self.models = set(roles)
         self.config, self.kl, self.residency, self.clock = config, kl, residency, clock
         self.algorithm, self.objective = get_algorithm(config), get_objective(config)
         self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
@@ -126,8 +127,7 @@ class Learner:
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
         given = batch
-        models = {*self.roles, *self.remote}
-        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, models)
+        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.models)
         approximates = trains_actor and not is_recomputed(config)
         self.begin(batch, table, rewards=False)
         with clock.phase("log_probs"):

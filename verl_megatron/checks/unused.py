@@ -45,6 +45,7 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
         *_of_algorithm(config, needs),
         *_of_switches(replace(config.algorithm, correction=correction_of(config))),
         *_of_other_sections(config),
+        *_of_placement(config),
     ):
         for name in unused.names:
             value, default, limits = _setting(config, name)
@@ -188,6 +189,22 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
                 because=f"without {function} in reward.function",
                 remedy=f"set reward.function=[{function},...]",
             )
+    if config.rollout.max_num_seqs == 1:
+        yield Unused(
+            names=("rollout.dynamic_batching",),
+            because="with rollout.max_num_seqs=1",
+            remedy="raise max_num_seqs",
+        )
+    if not reward.overlong_tokens:
+        yield Unused(
+            names=("reward.overlong_penalty",),
+            because="with reward.overlong_tokens=0",
+            remedy="set overlong_tokens above 0",
+        )
+
+
+def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
+    """Yield settings that depend on which models have ranks of their own."""
     if config.rollout.devices:
         yield Unused(
             names=("reshard.offload", "rollout.sleep"),
@@ -205,18 +222,6 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
             names=("reference.devices",),
             because="with algorithm.kl_coef=0, which has no reference",
             remedy="set kl_coef above 0",
-        )
-    if config.rollout.max_num_seqs == 1:
-        yield Unused(
-            names=("rollout.dynamic_batching",),
-            because="with rollout.max_num_seqs=1",
-            remedy="raise max_num_seqs",
-        )
-    if not reward.overlong_tokens:
-        yield Unused(
-            names=("reward.overlong_penalty",),
-            because="with reward.overlong_tokens=0",
-            remedy="set overlong_tokens above 0",
         )
 
 
