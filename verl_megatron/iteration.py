@@ -19,6 +19,8 @@ def collect(run: Run, step: int) -> Collected:
         )
         clock.own_work_ends()
         table = run.table_of(batch)  # waits for the slowest replica
+    if not run.draw.with_greedy:  # else the samples to train on are not known yet
+        run.learner.begin(batch, table, rewards=run.config.reward.is_given)
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):

@@ -28,7 +28,7 @@ from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_of
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
@@ -49,6 +49,8 @@ from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.roster import Meeting
+from verl_megatron.separate.scoring.side import ScoringFleet, remote_scorers
 from verl_megatron.separate.training_side import RemoteEngine, SeparateChannel, rollout_side
 
 
@@ -69,6 +71,7 @@ class Run:
     curriculum: Curriculum | None
     channel: ColocatedChannel | SeparateChannel
     residency: Residency
+    scoring: ScoringFleet | None  # worlds of frozen models
     learner: Learner
     clock: PhaseTimer
     built: dict[str, float]  # build time of each component, seconds
@@ -108,9 +111,11 @@ class Run:
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        """Stop the reward workers, and free the engine or let the rollout world end. Collective."""
+        """Stop the reward workers, free the engine and let other worlds end. Collective."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
+        if self.scoring is not None:
+            self.scoring.close()
         self.engine.close()
 
 
@@ -124,18 +129,20 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     models = _Models(config, watchdog, world)
+    meeting = Meeting.open(world, watchdog.beat) if has_worlds(config) else None
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (
         _colocated(config, models, inputs, watchdog)
-        if models.engine is not None
-        else _separate(config, models, source, draw, watchdog)
+        if meeting is None or not is_separate(config)
+        else _separate(config, models, source, draw, meeting)
     )
+    scoring = ScoringFleet(config, meeting) if meeting is not None else None
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
     )
     learner = Learner(
-        models.roles,
+        models.roles | (remote_scorers(scoring) if scoring is not None else {}),
         config=replace(config.algorithm, correction=correction_of(config)),
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
@@ -159,6 +166,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         curriculum=curriculum,
         channel=generation.channel,
         residency=generation.residency,
+        scoring=scoring,
         learner=learner,
         clock=clock,
         built=models.clock.seconds,
@@ -206,27 +214,15 @@ def _colocated(config: TrainerConfig, models: "_Models", inputs: Inputs, watchdo
 
 
 def _separate(
-    config: TrainerConfig, models: "_Models", prompts: TrainingPrompts, draw: Draw, watchdog: Watchdog
+    config: TrainerConfig, models: "_Models", prompts: TrainingPrompts, draw: Draw, meeting: Meeting
 ) -> _Generation:
     """Join the rollout worlds of `rollout.devices`, and return what stands for them."""
-    source, world = models.roles["actor"].engine.weight_source(), models.world
+    source = models.roles["actor"].engine.weight_source()
     with models.clock.phase("vllm"):
-        fleet = Fleet(
-            config,
-            world,
-            source,
-            dtype=rollout_dtype(config),
-            wait=watchdog.beat,
-            say=partial(print, flush=True) if world.is_first else lambda text: None,
-        )
+        fleet = Fleet(config, meeting, source, dtype=rollout_dtype(config))
     side = rollout_side(config, fleet, draw, prompts.cursor, gather=source.gather)
-    residency = Residency(
-        side.engine,
-        side.engine,
-        [role.engine for role in models.trainable],
-        offload=config.reshard.offload,
-        sleeps=False,
-    )
+    trainable = [role.engine for role in models.trainable]
+    residency = Residency(side.engine, side.engine, trainable, offload=config.reshard.offload, sleeps=False)
     return _Generation(
         engine=side.engine,
         sampler=side.sampler,

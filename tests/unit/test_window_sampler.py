@@ -115,12 +115,12 @@ class Fleet:
         cursor.load_state_dict(block.cursor)
         return PROMPTS[cursor.draw(block.count)[index]]
 
-    def admit(self, *, waits=False):
+    def admit_any(self):
         for link in self.links.values():
             link.alive = link.alive and self.random.random() >= self.deaths
         missing = [place for place in (0, 1) if place not in self.links]
-        joined = [place for place in missing if self.random.random() < 0.3 or (waits and not self.links)]
-        for place in joined[:1] if waits and not self.links else joined:
+        joined = [place for place in missing if self.random.random() < 0.3 or not self.links]
+        for place in joined[:1] if not self.links else joined:
             self.links[place] = Link(self, self.random)
             self.all_links.append(self.links[place])
         return [place for place in joined if place in self.links]

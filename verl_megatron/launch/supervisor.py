@@ -35,8 +35,11 @@ ENDED_ON_PURPOSE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 STATUS, ASKED, BRIDGE = "status", "asked to end", "bridge"
 
 
-def supervise(call: Call, devices: str) -> int:
+def supervise(call: Call, config: TrainerConfig) -> int:
     """Run the parts of all worlds on this host until the run has ended, and return its exit status.
+
+    Args:
+        config: the devices of the run's settings.
 
     Raises:
         ValueError: the worlds do not fit the hosts, there is no token, or hosts do not come.
@@ -44,8 +47,6 @@ def supervise(call: Call, devices: str) -> int:
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
     prepare()
-    config = TrainerConfig()
-    config.rollout.devices = devices
     parts = place_worlds(
         config, world_size=call.nnodes * call.nproc_per_node, ranks_per_host=call.nproc_per_node
     )

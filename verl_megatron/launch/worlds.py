@@ -1,4 +1,4 @@
-"""Start of a training world and its rollout worlds on this host."""
+"""Start of a training world, its rollout worlds and its scoring worlds on this host."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from parallel.runtime import watchdog
 from parallel.runtime.launch import PARENT
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.ranks import launcher_command, prepare
-from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
+from verl_megatron.model_specs import ServingWorld, num_training_ranks, serving_worlds
 
 FROM_TERMINAL_S = 0.5  # in which a Ctrl-C reaches both worlds without this process
 ENDING_S = 60.0  # for the rollout worlds, once the training world has ended well
@@ -42,7 +42,7 @@ def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *
     command = launcher_command(
         module, [*arguments, "--role", "train"], ranks=len(training), restarts=restarts
     )
-    rollouts = [_Rollout(each, module, arguments, common) for each in rollout_worlds(config)]
+    rollouts = [_Rollout(each, module, arguments, common) for each in serving_worlds(config)]
     worlds = _Worlds(training=(command, common | _gpus(training)), rollouts=rollouts)
     status = worlds.run()
     sys.exit(status if status >= 0 else 128 - status)
@@ -63,7 +63,7 @@ def _gpus(ranks: Sequence[int]) -> dict[str, str]:
     gpus = named or [str(gpu) for gpu in range(device.visible_gpus())]
     if len(gpus) <= ranks[-1]:
         raise ValueError(
-            f"rollout.devices: ranks to {ranks[-1]} need {ranks[-1] + 1} GPUs, and this host has "
+            f"the devices of worlds: ranks to {ranks[-1]} need {ranks[-1] + 1} GPUs, and this host has "
             f"{len(gpus)}; name lower ranks, or start each world on a host of its own with --role"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks)}

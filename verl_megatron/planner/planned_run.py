@@ -9,12 +9,15 @@ from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import (
     ModelSpec,
-    is_separate,
+    has_worlds,
     layout_of,
+    models_apart,
     models_of,
+    num_ranks,
     num_rollout_ranks,
     shares_trunk,
 )
@@ -145,9 +148,7 @@ class PlannedRun:
         return cls(
             config=config,
             world_size=world_size,
-            ranks_per_host=min(
-                ranks_per_host, world_size + is_separate(config) * num_rollout_ranks(config, 0)
-            ),
+            ranks_per_host=min(ranks_per_host, num_ranks(config) if has_worlds(config) else world_size),
             roles=tuple(roles),
             lengths=lengths,
         )
@@ -164,7 +165,7 @@ class PlannedRun:
     @property
     def gpus(self) -> int:
         """GPUs of all worlds."""
-        return self.world_size + is_separate(self.config) * num_rollout_ranks(self.config, 0)
+        return num_ranks(self.config) if has_worlds(self.config) else self.world_size
 
     @property
     def replicas(self) -> int:
@@ -200,7 +201,10 @@ class PlannedRun:
     @property
     def old_logprob_share(self) -> float:
         """Share of the samples whose old log-probs need a pass of their own."""
-        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        if not is_recomputed(self.config.algorithm):
+            return 0.0
+        models = {role.name for role in (*self.roles, *models_apart(self.config))}
+        reuses = reuses_logprobs(self.config.algorithm, models)
         return 1 - (reuses and not shares_trunk(self.config)) / self.config.algorithm.num_mini_batches
 
     @property

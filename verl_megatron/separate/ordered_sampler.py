@@ -239,7 +239,7 @@ class OrderedSampler(RemoteSampler):
                 place for place in self._fleet.links if self._fleet.can_provide(place, part.order.version)
             ]
             if not able:
-                self._fleet.admit(waits=True)
+                self._fleet.admit_any()
                 continue
             load = Counter(other.place for other in self._waiting)
             place = part.home if part.home in able else min(able, key=lambda place: (load[place], place))

@@ -142,7 +142,7 @@ class RemoteSampler(ABC):
         Args:
             since: since when training has waited for samples of a world that was lost.
         """
-        joined = self._fleet.admit(waits=True)
+        joined = self._fleet.admit_any()
         for place in joined:
             said = "it generates"
             if since is not None:

@@ -1,15 +1,14 @@
 """What the training loop takes for its rollout where other worlds generate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from parallel.bridge import Bridge
 from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
-from verl_megatron.observe.activity import activities_of
-from verl_megatron.observe.timeline import Activity
 from verl_megatron.residency import Tag
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
@@ -94,10 +93,10 @@ class RemoteEngine:
     def restore(self) -> bool:
         return False
 
-    def activities(self) -> list[Activity]:
-        """Return what the ranks of the rollout worlds did; called on the first training rank."""
-        links = self._fleet.links.values()
-        return activities_of([(link.bridge, link.served_by.ranks) for link in links])
+    @property
+    def bridges(self) -> list[tuple[Bridge, Sequence[int]]]:
+        """Bridges to the rollout worlds; as of `Roster`."""
+        return self._fleet.bridges
 
     def close(self) -> None:
         """Let the rollout worlds end. Collective over the training world."""

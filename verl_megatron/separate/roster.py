@@ -1,0 +1,148 @@
+"""The worlds of one kind that serve training: who is there, who comes, and who has ended."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, newest, open_store, together
+from parallel.rank_set import RankSet
+from parallel.sealed_store import SealedStore
+from verl_megatron.model_specs import ServingWorld
+
+MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the training world meets the worlds that serve it."""
+
+    world: RankSet  # all training ranks
+    store: SealedStore  # of the bridges
+    beat: Callable[[], None]  # called again and again while this rank waits for another world
+    say: Callable[[str], None]  # prints a message on one rank
+
+    @classmethod
+    def open(cls, world: RankSet, beat: Callable[[], None]) -> "Meeting":
+        """Serve the store and connect to it; errors as of `open_store`."""
+        say = partial(print, flush=True) if world.is_first else lambda text: None
+        return cls(world=world, store=open_store(world, serves=True, wait=beat), beat=beat, say=say)
+
+
+class Link(Protocol):
+    """The exchange with a world over one bridge, until either ends."""
+
+    bridge: Bridge
+
+    @property
+    def has_served(self) -> bool:
+        """Whether this rank has received something that the world has made."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of a world that is lost."""
+
+    def close(self) -> None:
+        """Let the world end."""
+
+
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
+class Roster(ABC, Generic[AnyLink]):
+    """Worlds that join, end and are followed by others. All methods are collective over the training world.
+
+    Args:
+        worlds: that may join.
+    """
+
+    def __init__(self, meeting: Meeting, worlds: Sequence[ServingWorld]):
+        self.world, self.worlds, self._meeting = meeting.world, worlds, meeting
+        self.links: dict[int, AnyLink] = {}  # of the worlds that are there, by place in `worlds`
+        self._numbers = [0] * len(worlds)  # of the newest bridge that was joined
+        self._fruitless = [0] * len(worlds)
+
+    @property
+    def bridges(self) -> list[tuple[Bridge, Sequence[int]]]:
+        """Bridges to the worlds that are there, with the ranks of the run that each has."""
+        return [(link.bridge, self.worlds[place].ranks) for place, link in self.links.items()]
+
+    @abstractmethod
+    def _connect(self, place: int, number: int) -> AnyLink:
+        """Join a bridge.
+
+        Raises:
+            BridgeLostError: the world ended meanwhile.
+        """
+
+    def work(self) -> None:
+        """Called again and again while this rank waits."""
+        self._meeting.beat()
+
+    def admit(self, *, until: Callable[[], bool] = lambda: True) -> list[int]:
+        """Join the worlds that have come since the last call, and return their places.
+
+        Args:
+            until: waits until this holds on every rank.
+
+        Raises:
+            ValueError: no world has come within JOIN_S.
+        """
+        joined: list[int] = []
+        end = time.monotonic() + JOIN_S
+        while True:
+            for place, number in self._arrivals():
+                if place in self.links:
+                    self.lose(place, "another has joined")
+                self._numbers[place] = number
+                try:
+                    self.links[place] = together(self.world, partial(self._connect, place, number))
+                    joined.append(place)
+                except BridgeLostError:
+                    continue  # it ended meanwhile; the next one may come
+            if until():
+                return joined
+            if self.world.broadcast_object(time.monotonic() > end):
+                missing = [world.name for place, world in enumerate(self.worlds) if place not in self.links]
+                raise ValueError(
+                    f"no {' or '.join(missing)} world has joined for {JOIN_S:.0f} s; look at its output, and "
+                    "start it"
+                )
+            self.work()
+            time.sleep(POLL_S)
+
+    def _arrivals(self) -> list[tuple[int, int]]:
+        """Return places and bridge numbers of worlds that have come, the same on every rank."""
+        found, store = [], self._meeting.store
+        if self.world.is_first:
+            found = [(place, newest(store, world.name)) for place, world in enumerate(self.worlds)]
+        found = self.world.broadcast_object(found)
+        return [(place, number) for place, number in found if number > self._numbers[place]]
+
+    def lose(self, place: int, reason: str) -> None:
+        """Let go of a world that has ended.
+
+        Raises:
+            ValueError: several ended in this place, one after the other, without having served.
+        """
+        link = self.links.pop(place)
+        link.abandon()
+        served = any(self.world.all_gather_object(link.has_served))
+        self._fruitless[place] = 0 if served else self._fruitless[place] + 1
+        if self._fruitless[place] >= MOST_FRUITLESS:
+            raise ValueError(
+                f"the {self.worlds[place].name} world ended {MOST_FRUITLESS} times without having made a "
+                f"sample ({reason}); its last lines say why"
+            )
+
+    def say_joined(self, place: int, text: str) -> None:
+        """Print that a world has joined."""
+        self._meeting.say(f"{self.worlds[place].name} world {self._numbers[place]} has joined; {text}")
+
+    def close(self) -> None:
+        """Let all worlds end."""
+        self.world.barrier()
+        for link in self.links.values():
+            link.close()
