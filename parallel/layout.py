@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 
 from parallel.runtime.environment import MOST_RANKS
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import counted, short_repr
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 _COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")
@@ -85,9 +85,10 @@ class Layout:
         model = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
         if len(ranks) % model or sizes.get("dp", len(ranks) // model) != len(ranks) // model:
             need = model * sizes.get("dp", 1)
+            multiple = "" if "dp" in sizes else " or a multiple"
             raise ValueError(
-                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has'
-                f" {len(ranks)}; change the layout or its devices"
+                f'layout "{text}" needs {counted(need, "rank")}{multiple} and has {len(ranks)}; '
+                "change the layout or its devices"
             )
         sizes.setdefault("dp", len(ranks) // model)
         return cls(

@@ -47,4 +47,13 @@ def commands_of(page: Path) -> list[Command]:
     return [Command(line.strip(), note.strip()) for line, _, note in parts]
 
 
+def named_in(page: Path) -> list[Command]:
+    """Return the commands of ours that sentences and tables name, some without all of their options."""
+    code = re.findall(r"`((?:[A-Z_0-9]+=\S+ )*(?:verl-megatron|python|bash) [^`]+)`", prose_of(page))
+    return [
+        Command(line.strip()) for line in code if not re.search(r"verl-megatron [A-Z]|\.\.\.|-m pytest", line)
+    ]
+
+
+INLINE = sorted({command for page in PAGES for command in named_in(page)})
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})

@@ -4,6 +4,7 @@
 #
 #   bash tests/run.sh                  everything
 #   bash tests/run.sh -k NAME          lint and some tests: arguments go to pytest
+#   bash tests/run.sh pictures         the pictures of the report and of the doctor in docs
 #   bash tests/run.sh long [FOLDER]    an hour of kills, stops (FAULTS.md), bad inputs and layouts on a CPU;
 #                                      FOLDER keeps their output
 set -euo pipefail
@@ -11,6 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=$(bash tools/install.sh dev)
 export PATH="$(dirname "$PYTHON"):$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1
+
+if [[ ${1:-} == pictures ]]; then
+  PICTURES=docs exec "$PYTHON" -m pytest -q -k test_the_picture_of_the_documents tests/unit
+fi
 
 has_gpus() { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 

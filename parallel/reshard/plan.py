@@ -21,6 +21,7 @@ from itertools import zip_longest
 from parallel.reshard.rectangles import Rect, area, intersect, subtract, uncovered
 from parallel.reshard.transfer import Padding, Position, Transfer, Window
 from parallel.reshard.windows import Windows
+from parallel.runtime.refusal import counted
 from parallel.weights.shard import ShardedParameter, Shards
 
 
@@ -120,8 +121,8 @@ class Plan:
             max(self.local_bytes.values(), default=0),
         )
         return (
-            f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank"
-            f" receives {received / 2**20:.1f} MiB"
+            f"{counted(len(self.ranks), 'rank')}, {self.messages} messages in "
+            f"{len(self.windows)} windows; busiest rank receives {received / 2**20:.1f} MiB"
             f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all"
             f" {self.gather_all_bytes / 2**20:.1f})"
             f", copies {local / 2**20:.1f} MiB, stages {self.peak_extra_bytes / 2**20:.1f} MiB"

@@ -25,11 +25,8 @@ OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
 STATE = "the state of the rendezvous"  # name under which it is sealed
 BACKEND = "listening_where_told"  # name of our rendezvous in torchrun's registry
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Statuses that name a cause (invalid settings, a stuck rank); the other ranks then fail with different ones.
-TELLING = (
-    2,
-    75,
-)
+STUCK = 75  # status of ranks that the watchdog has ended; it has printed the error at once
+TELLING = (2, STUCK)  # statuses that name a cause; the other ranks then fail with different ones
 # Environment variables of the ranks, unless they are set.
 USUAL = {
     "OMP_NUM_THREADS": "1",  # torchrun's default, too, but it prints eight lines about it
@@ -137,7 +134,7 @@ def _run(arguments: list[str]) -> int:
         try:
             elastic_launch(config, command)(*its_arguments)
         except ChildFailedError as error:
-            return _status(error)
+            return _status(error, ranks_per_host=config.nproc_per_node)
         except SignalException as error:
             return 128 + error.sigval
         except (OSError, RendezvousError, DistError) as error:
@@ -148,8 +145,8 @@ def _run(arguments: list[str]) -> int:
         return 128 + (_Asked.by or signal.SIGTERM)
 
 
-def _status(error) -> int:
-    """Return the exit status of the first rank that failed, and print one line about it.
+def _status(error, *, ranks_per_host: int) -> int:
+    """Return the exit status of the first rank that failed, and print its error as the last line.
 
     A rank whose status names a cause (`TELLING`) takes precedence.
     """
@@ -157,24 +154,26 @@ def _status(error) -> int:
         error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp)
     )
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    why = f"on {_Asked.by.name}: " if _Asked.by else ""
-    print(f"{why}rank {rank} (process {failure.pid}) ended with {status}", file=sys.stderr, flush=True)
-    if text := _reason(failure, speaks_for_all=0 in error.failures):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+    said = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(said, dict):
+        is_said_elsewhere = said.get("extraInfo", {}).get("agreed") and rank >= ranks_per_host
+        line = "" if is_said_elsewhere else f"error: {said.get('message', '')}"
+    else:
+        line = "" if status == STUCK else _unexplained(rank, failure, status)
+    if line:
+        print(line, file=sys.stderr, flush=True)
     return status
 
 
-def _reason(failure, *, speaks_for_all: bool) -> str:
-    """Return why a rank failed, as it said itself; empty if another node's launcher says it."""
-    said = failure.error_file_data.get("message") if failure.error_file_data else None
-    if isinstance(said, dict):
-        is_agreed = said.get("extraInfo", {}).get("agreed")
-        return str(said.get("message", "")) if speaks_for_all or not is_agreed else ""
-    if failure.exitcode < 0 and not _Asked.by:
-        name = signal.Signals(-failure.exitcode).name
-        remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else "see run.log"
-        return f"rank {failure.local_rank} of this host was ended by {name}; {remedy}"
-    return ""
+def _unexplained(rank: int, failure, status: int) -> str:
+    """Return a line about a rank that has not said why it ended."""
+    if _Asked.by:
+        return f"on {_Asked.by.name}: rank {rank} (process {failure.pid}) ended with {status}"
+    if failure.exitcode >= 0:
+        return f"error: rank {rank} (process {failure.pid}) ended with {status}; its output says why"
+    name = signal.Signals(-failure.exitcode).name
+    remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else "see run.log"
+    return f"error: rank {rank} (process {failure.pid}) was ended by {name}; {remedy}"
 
 
 # ---- rendezvous --------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Watchdog:
     def _end(self, found: "_Verdict") -> None:
         """Write the stacks, wait until the other ranks have written theirs, and exit."""
         if found.by == self.rank:
-            _say(found.text)
+            _say(f"error: {found.text}")
             endings.tell("stuck", found.text)
         self._dump(found.text)
         keys = [f"written/{rank}" for rank in self.ranks.ranks if rank not in found.ended]
@@ -265,7 +265,7 @@ class Watchdog:
                     f"rank {self.rank} made no progress for {report.idle_s:.0f} s: it is in {report.place}, "
                     f"at {report.at}; nothing is known of other ranks ({reason})"
                 )
-                _say(text)
+                _say(f"error: {text}")
                 endings.tell("stuck", text)
                 self._dump(text)
                 _leave()

@@ -24,7 +24,7 @@ from tests.worlds import ROOT
 WORKER = "tests.distributed.watchdog_worker"
 START_S = 60  # to import
 OTHERS = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
-HANGS = re.compile(r"^ranks? .* (?:made no progress|went on).*$", re.MULTILINE)
+HANGS = re.compile(r"^error: (ranks? .* (?:made no progress|went on).*)$", re.MULTILINE)
 
 
 # ---- who is to blame -------------------------------------------------------------------------------------

@@ -76,8 +76,9 @@ def ended_of(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def say(command: list[str], folder: Path) -> str:
+    """What a command prints; libraries must have nothing to say beside it."""
     ended = ended_of(command, folder)
-    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    assert ended.returncode == 0 and not ended.stderr, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
 
@@ -107,7 +108,7 @@ def test_the_data_are_shown_as_the_model_sees_them(said):
 
 def test_the_plan_and_the_run_are_those_of_the_recipe(said):
     folder, printed = said
-    assert "dry run: 1 rank," in printed["train --config mine.yaml --dry-run"]
+    assert "dry run: 1 rank on one host\n" in printed["train --config mine.yaml --dry-run"]
     metrics = [row for row in read_metrics(folder / "outputs/mine") if row["step"] == 1]
     assert metrics and metrics[0]["reward/mean"] >= 0 and metrics[0]["reward/failed"] == 0
     report = (folder / "outputs/mine/report.html").read_text()

@@ -1,5 +1,6 @@
 """Fixtures of several files."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,12 @@ def converted(tmp_path_factory) -> Path:
     from tests.converted import make_model  # with Megatron-Core, which most tests do without
 
     return make_model(tmp_path_factory.mktemp("converted"))
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    """Folder for pictures of the documents: PICTURES, else one that pytest removes."""
+    return Path(os.environ.get("PICTURES", tmp_path))
 
 
 @pytest.fixture

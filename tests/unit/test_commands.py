@@ -53,6 +53,11 @@ def test_help_has_every_setting_with_default_values_and_meaning(schema):
     assert "rollout.tp=1  (≥ 1" in settings_help("train", "rollout")
 
 
+def test_help_before_a_command_is_that_of_the_command(capsys):
+    assert main(["help", "train", "run.seed"]) == 0
+    assert "run.seed=1" in capsys.readouterr().out
+
+
 def test_help_of_a_section_is_that_section(capsys):
     assert main(["train", "--help", "rollout"]) == 0
     shown = capsys.readouterr().out
@@ -96,6 +101,7 @@ REFUSED = [
     (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),
+    (["train", "data.train=x", "actor.layout=tp2", "algorithm.name=no"], "error: 3 settings cannot work:"),
     (["train", "--ranks", "none"], "--ranks 'none' must be a whole number from 1"),
     (["train", "--ranks", "0"], "--ranks '0' must be a whole number from 1"),
     (["train", "--ranks"], "--ranks: expected one argument"),
@@ -138,6 +144,12 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, m
         main(arguments)
     shown = capfd.readouterr().err
     assert ended.value.code == 2 and said in shown and shown.count("error: ") == 1, shown
+
+
+def test_variables_are_looked_at_before_ranks_start(monkeypatch):
+    monkeypatch.setenv("GRACE_S", "soon")
+    with pytest.raises(ValueError, match="GRACE_S='soon' must be greater than 0"):
+        COMMANDS["train"].load()(["--config-name", "ppo_toy_cpu", "--dry-run"])
 
 
 def test_a_rank_takes_no_options_of_the_launcher():
@@ -316,11 +328,11 @@ def test_a_dry_run_plans_for_the_ranks_that_are_needed(tmp_path):
     said = said_by(
         "train", f"--config={ROOT}/recipes/ppo_toy_cpu.yaml", "--dry-run", *settings, folder=tmp_path
     )
-    assert said.returncode == 0 and "dry run: 4 ranks, 4 a host" in said.stdout, said.stderr
+    assert said.returncode == 0 and "dry run: 4 ranks on one host" in said.stdout, said.stderr
     more = said_by(
         "train", "--config-name", "ppo_toy_cpu", "--ranks", "8", "--dry-run", *settings, folder=tmp_path
     )
-    assert more.returncode == 0 and "dry run: 8 ranks, 8 a host" in more.stdout, more.stderr
+    assert more.returncode == 0 and "dry run: 8 ranks on one host" in more.stdout, more.stderr
 
 
 def test_benchmarks_are_modules_that_explain_themselves():

@@ -1,6 +1,7 @@
 """`verl-megatron data check`: what it shows is what a run reads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from tests.characters import characters
 from tests.tiny import tiny_architecture
 from verl_megatron.commands import data
-from verl_megatron.config import DataConfig
-from verl_megatron.data.prompts import PromptDataset
+from verl_megatron.config import DataConfig, SFTDataConfig
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TOKENIZER = characters()
 TURN = {"role": "assistant", "content": "ho"}
@@ -115,11 +116,33 @@ def test_the_columns_say_what_rows_are_for(tmp_path, model, capsys, row, kind, s
     assert {name: example[name]["text"] for name in shown} == shown
 
 
+def test_tokens_with_loss_are_those_of_assistant_turns(tmp_path, model, capsys):
+    first = {"role": "assistant", "content": "hey"}
+    path = write(tmp_path / "rows.jsonl", [{"messages": [*user("hi"), first, *user("so"), TURN]}])
+    assert data.run(["check", path, "--model", model]) == 0
+    shown = capsys.readouterr().out
+    (whole,) = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
+    with_loss, tokens = sum(whole.is_target), len(whole.prompt_token_ids) + len(whole.response_token_ids)
+    assert f"\ntokens with loss: {with_loss} of {tokens} (" in shown
+    _, *parts = re.split(r"^((?:no )?loss) \((\d+) tokens\):$", shown, flags=re.MULTILINE)
+    spans = list(zip(parts[::3], parts[1::3], parts[2::3]))
+    assert [(name, text.strip()) for name, _, text in spans] == [
+        ("no loss", "<user>hi<assistant>"),
+        ("loss", "hey</s>"),
+        ("no loss", "<user>so<assistant>"),
+        ("loss", "ho</s>"),
+    ]
+    assert sum(int(count) for name, count, _ in spans if name == "loss") == with_loss
+    data.run(["check", path, "--model", model, "data.imitated_turns=last"])
+    shown = capsys.readouterr().out
+    assert "\nno loss (" in shown and "hey" not in shown.partition("\nloss (")[2]
+
+
 def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys):
     path = write(tmp_path / "train.jsonl", rows_of_verl())
     assert data.run(["check", path]) == 0
     text = capsys.readouterr().out
-    assert "rows: 5\n" in text and "characters of a prompt: 0% 2," in text and "  math: 2 (40.0%)" in text
+    assert "rows: 5\n" in text and "characters of a prompt: least 2," in text and "  math: 2 (40.0%)" in text
     assert "answer: 'truth 2" in text and "--model FOLDER shows" in text
 
 
@@ -134,6 +157,8 @@ def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys)
         (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own"),
         (["{path}", "--model", "{path}"], "tokenizer folder"),
         (["{empty}"], "has no rows"),
+        (["{path}", "{empty}"], "several files are one argument, with commas"),
+        ([""], "data file '' does not exist"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path, model, arguments, said):

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import reduce
 
 import pytest
 
@@ -16,6 +16,8 @@ from verl_megatron.checks import versions
 from verl_megatron.commands import doctor as command
 from verl_megatron.doctor import checks, disk, finding, gpus, packages, recipe, text
 from verl_megatron.doctor.finding import Answer, Case, Finding, ask
+
+ASKED = ["grpo_8b", "actor.path=llama3-8b", "reward.function=match", "--ranks", "1"]  # too large for a GPU
 
 # ---- packages ----------------------------------------------------------------------------------------------
 
@@ -227,8 +229,9 @@ def test_bad_options_are_refused(capsys):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> subprocess.CompletedProcess:
-    """A real run on this machine, as a user starts it."""
-    return doctor_here("--json", "--disk", str(tmp_path_factory.mktemp("doctor")))
+    """A real run on this machine, with a recipe that does not fit and a harmful variable."""
+    folder = tmp_path_factory.mktemp("doctor")
+    return doctor_here(*ASKED, "--json", "--disk", str(folder), NCCL_P2P_DISABLE="1")
 
 
 def test_a_real_run_has_stable_keys(report):
@@ -262,14 +265,17 @@ def test_the_report_on_a_terminal(report):
     assert max(len(finding.plain(line)) for line in lines) <= 100
 
 
-@pytest.mark.skipif("DOCTOR_SCREENSHOTS" not in os.environ, reason="set DOCTOR_SCREENSHOTS=docs")
-def test_the_picture_of_the_documents():
-    """A report with a problem and a warning: a recipe that does not fit one GPU, and a harmful variable."""
-    asked = ["grpo_8b", "actor.path=llama3-8b", "reward.function=match", "--ranks", "1"]
-    said = doctor_here(*asked, "--json", NCCL_P2P_DISABLE="1")
-    lines = [line.replace(sys.prefix, ".venv").replace(str(ROOT), ".") for line in lines_of(said)]
-    command_line = f"$ NCCL_P2P_DISABLE=1 verl-megatron doctor {' '.join(asked)}"
-    draw_terminal([command_line, *lines], Path(os.environ["DOCTOR_SCREENSHOTS"]) / "doctor.png")
+def test_the_picture_of_the_documents(report, pictures):
+    folder = report.args[report.args.index("--disk") + 1]
+    short = {sys.prefix: ".venv", str(ROOT): ".", folder: "outputs"}
+    lines = [
+        reduce(lambda line, name: line.replace(name, short[name]), short, line) for line in lines_of(report)
+    ]
+    assert any("does not fit" in line for line in lines) and any("NCCL_P2P_DISABLE" in line for line in lines)
+    draw_terminal(
+        [f"$ NCCL_P2P_DISABLE=1 verl-megatron doctor {' '.join(ASKED)}", *lines], pictures / "doctor.png"
+    )
+    assert 20_000 < (pictures / "doctor.png").stat().st_size <= 200_000
 
 
 def test_the_exit_status_is_1_with_a_problem(case, monkeypatch, capsys):

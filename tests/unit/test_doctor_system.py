@@ -190,7 +190,7 @@ def test_a_recipe_that_fits(case):
     assert each.status == "ok" and "grpo_8b: 4 ranks" in each.found and "It fits" in each.found, each
 
 
-FITS_NOT = """dry run: 4 ranks, 4 a host
+FITS_NOT = """dry run: 4 ranks on one host
 It does not fit:
   actor_update takes 200 GiB of 139.8
 These settings do, best first:
@@ -204,7 +204,7 @@ These settings do, best first:
         (
             Answer(text=FITS_NOT, status=3, problem="ended with 3"),
             [
-                "4 ranks, 4 a host h200 (no GPU here): it does not fit",
+                "4 ranks on one host, h200 (no GPU here): it does not fit",
                 "200 GiB",
                 "add actor.layout=tp4 rollout.tp=4",
             ],

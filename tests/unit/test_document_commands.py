@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import COMMANDS, FENCE, FOLDERS, PAGES, Command, text_of
+from tests.documents import COMMANDS, FENCE, FOLDERS, INLINE, PAGES, Command, text_of
 from tests.worlds import ROOT
 from verl_megatron.commands import COMMANDS as COMMANDS_OF_PROGRAM
 from verl_megatron.commands.benchmark import BENCHMARKS
@@ -105,7 +105,7 @@ def each_command(commands):
     return pytest.mark.parametrize("command", commands, ids=name_of)
 
 
-@each_command(COMMANDS)
+@each_command(sorted({*COMMANDS, *INLINE}))
 def test_commands_name_what_exists(command):
     words = shlex.split(re.sub(r"[\[\]]", " ", command.line))
     for before, word in zip(["", *words], words):
@@ -144,6 +144,7 @@ def runs_anywhere(line: str) -> bool:
 
 OF_A_RUN = ("NNODES", "NODE_RANK", "GPUS", "MODEL", "DATA", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RUNNABLE = [command for command in COMMANDS if runs_anywhere(command.line)]
+RUNNABLE += [command for command in INLINE if "--dry-run" in command.line]
 HELPED = [command for command in COMMANDS if command.line.startswith(ONLY_HELP)]
 
 

@@ -108,7 +108,7 @@ def test_a_shape_stands_in_for_a_teacher(ranks):
         ),
         (settings(data={"train": "/data/none.jsonl"}), "data.train='/data/none.jsonl' does not exist"),
         (settings(actor={"path": "llama3-8b", "layout": "tp3"}), "actor.layout='tp3'"),
-        (settings(rollout={"tp": 16}), "rollout.tp=16 must divide the 8 ranks"),
+        (settings(rollout={"tp": 16}), "rollout.tp=16 must divide the number of ranks that generate, 8"),
         (settings(actr={"lr": 1}), "actr is no section"),
         (settings(data=3), "data=3 is no section"),
     ],

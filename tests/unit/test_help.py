@@ -97,6 +97,9 @@ REFUSED = [
     (["train", "--config", "a.yaml", "--config-name", "b"], "name two recipes; leave one of them out"),
     (["report", "none", "--outptu", "x"], 'unrecognized arguments: --outptu x, did you mean "--output"?'),
     (["convert", "verify", "a", "b", "--wokers=2"], 'did you mean "--workers"?'),
+    (["doctor", "--ranks", "-1"], "argument --ranks: '-1' is not accepted; write a whole number from 1"),
+    (["plan", "--model", "llama3-8b", "--gpus", "²"], "'²' is not accepted; write a whole number from 1"),
+    (["export", "run", "--step", "x"], "argument --step: 'x' is not accepted; write a whole number"),
     (["convert", "verify", "a", "b", "--memory-gib", "1e308"], "'1e308' is not accepted; write a number"),
     (["train", "--gpus", "2"], 'unrecognized arguments: --gpus, did you mean "--gpu"?'),
 ]

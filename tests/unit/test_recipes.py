@@ -124,7 +124,8 @@ def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_
     assert call.arguments[0] == "-m" and "--dry-run" in call.arguments
     assert (call.world_size, call.local_world_size) == (str(nodes * gpus), str(gpus))
     plan = plan_of(call.arguments, (call.world_size, call.local_world_size))
-    assert f"{nodes * gpus} ranks, {gpus} a host" in plan
+    where = f", {gpus} a host" if nodes > 1 else " on one host"
+    assert f"{nodes * gpus} ranks{where}\n" in plan
     assert re.search(expected, plan), plan
     assert "does not fit" not in plan
 

@@ -301,6 +301,11 @@ def test_other_file_systems_are_read_in_ranges(model):
     [
         ("nothing://host/model", "cannot be read .*give a folder, a hub name such as"),
         ("http://127.0.0.1:9/model?token=1", "has a query or a fragment"),
+        ("http://", "'http://' is no URL of a folder; give a folder"),
+        ("https://[::1/model", r"is no URL \(Invalid IPv6 URL\); give a folder"),
+        ("file://models/tiny", "names the host models; write file:///folder"),
+        ("ftp://127.0.0.1:9/model", r"ftp://127.0.0.1:9/model cannot be reached \(.*refused\)"),
+        ("github://host/model", "github://host/model cannot be read .*give a folder"),
         ("http://me:secret@127.0.0.1:9/model", ": http://127.0.0.1:9/model/config.json cannot be read"),
     ],
 )

@@ -300,3 +300,17 @@ def test_a_bool_is_no_other_number(number):
         return
     with pytest.raises(ValueError, match=r"engine.dynamic_batching=.* is not a valid bool"):
         structured(given, TrainerConfig)
+
+
+def test_a_home_folder_may_be_written_as_shells_do(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = {
+        "run": {"output_dir": "~/run"},
+        "actor": {"path": "~/model"},
+        "data": {"train": ["~/a.jsonl:0.7", "b.jsonl:0.3"], "validation": "a~/b"},
+        "reward": {"function": {"default": "~/mine.py:score"}, "format": "~/"},
+    }
+    found = structured(given, TrainerConfig)
+    assert (found.run.output_dir, found.actor.path) == ("/home/me/run", "/home/me/model")
+    assert found.data.train == "/home/me/a.jsonl:0.7,b.jsonl:0.3" and found.data.validation == "a~/b"
+    assert "/home/me/mine.py:score" in found.reward.function and found.reward.format == "~/"

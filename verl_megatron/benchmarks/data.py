@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from parallel.runtime.refusal import REFUSED
 from verl_megatron.benchmarks.output import status_bytes, versions, write_csv
 from verl_megatron.launch.options import Options
 
@@ -139,6 +140,8 @@ def rows_of(path: Path, model: str, counts: Sequence[int]) -> list[Row]:
         ]
         command += ["--prompts", str(count), "--format", path.suffix[1:], "--only"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode == REFUSED:
+            sys.exit(REFUSED)  # it has said why
         if ended.returncode:
             raise ValueError(f"{count} prompts could not be read; the error is above")
         rows.append(Row(**json.loads(ended.stdout.splitlines()[-1])))
@@ -185,8 +188,10 @@ def main() -> None:
             print(json.dumps(asdict(measured(path, options.model, counts[-1]))))
             return
         rows = rows_of(path, options.model, counts)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"FOLDER {options.folder}: {error.strerror}; name one that can be written")
     print(table(rows))
     if options.csv:
         write_csv(options.csv, {"model": options.model, "format": options.format} | versions(), rows)

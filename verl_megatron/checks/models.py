@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from parallel.layout import Layout
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import tp_problems
 from verl_megatron.checks.problems import problem_of
@@ -28,9 +28,10 @@ def check_model(
     try:
         found.layout = layout_of(model, world_size)
     except ValueError as error:
+        devices = f"{name}.devices={short_repr(model.devices)}, " if model.devices else ""
         found.problems.append(
-            f"{name}.layout={short_repr(model.layout)}, {name}.devices={short_repr(model.devices)}, "
-            f"{world_size} ranks started: {error}"
+            f"{name}.layout={short_repr(model.layout)}, {devices}"
+            f"{counted(world_size, 'rank')} started: {error}"
         )
     if engine.shared_prompts and found.layout is not None and found.layout.cp > 1:
         found.problems.append(

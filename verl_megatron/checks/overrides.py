@@ -1,5 +1,6 @@
 """Settings from a recipe and a command line: names and types, all wrong ones reported together."""
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -13,6 +14,7 @@ from verl_megatron.config import MISSING, SCHEMAS, Section, name_here, present_n
 from verl_megatron.config.section import names_of, shown
 
 Schema = TypeVar("Schema")
+PATHS = ("output_dir", "path", "train", "validation", "function")  # settings that name files or folders
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
@@ -101,6 +103,8 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
             f"{section_name} has {', '.join(known)}"
         )
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
+    if name in PATHS:
+        value = _with_home(value)
     try:
         many = fields[name].metadata.get("many")
         section[name] = many(value) if many else value
@@ -114,6 +118,17 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
             f"give a value like {_example(section, name)}"
         )
     return ""
+
+
+def _with_home(value: Any) -> Any:
+    """Return paths with the home folder in place of a `~` that begins them, as shells leave it there."""
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [_with_home(each) for each in value]
+    if isinstance(value, dict):
+        return {_with_home(key): _with_home(each) for key, each in value.items()}
+    return value
 
 
 def _example(section: DictConfig, name: str) -> str:

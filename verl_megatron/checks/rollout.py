@@ -4,7 +4,7 @@ The last functions check the table of `rollout.adaptive_sampling` against the al
 """
 
 from parallel import device
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.algorithms import ALGORITHMS
@@ -97,8 +97,9 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
     if has_worlds(config) and num_training_ranks(config) != world_size:
         devices = named_devices(config)
         problems.append(
-            f"{devices} {'leave' if ' and ' in devices else 'leaves'} {num_training_ranks(config)} ranks to "
-            f"train, and {world_size} were started for that; start them with verl-megatron train"
+            f"{devices} {'leave' if ' and ' in devices else 'leaves'} "
+            f"{counted(num_training_ranks(config), 'rank')} to train, and {world_size} were started for that; "
+            "start them with verl-megatron train"
         )
     if not rollout.devices:
         return problems

@@ -169,10 +169,10 @@ def _check_reward(config: TrainerConfig) -> list[str]:
     if not reward.is_given:
         needed = [f"algorithm.name={config.algorithm.name}"] * (algorithm is None or algorithm.needs_rewards)
         needed += [f"data.validation={short_repr(config.data.validation)}"] * bool(config.data.validation)
-        return [
-            f"reward.function and reward.path are both empty, and {name} needs scores; set one of them"
-            for name in needed
-        ]
+        if not needed:
+            return []
+        who = f"{' and '.join(needed)} {'needs' if len(needed) == 1 else 'need'} scores"
+        return [f"reward.function and reward.path are both empty, and {who}; set one of them"]
     problems = check_reward(reward.function, options_of(reward)) if reward.function else []
     if not reward.format:
         problems.append("reward.format is empty, which only empty responses match; give a regular expression")

@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> int:
     name = given[0] if given else ""
     try:
+        if name == "help" and len(given) > 1:
+            return _run([given[1], "--help", *given[2:]])
         if name in ("", "-h", "--help", "help"):
             print(_help(), flush=True)
             return 0 if name else 2

@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
         lines = [f"  {each:<14}{benchmark.summary}" for each, benchmark in BENCHMARKS.items()]
         examples = [f"  verl-megatron benchmark {example}" for example in EXAMPLES]
         print("\n".join([(__doc__ or "").strip(), "", *lines, "", "examples:", *examples]))
-        return 0
+        return 0 if arguments else 2
     if name not in BENCHMARKS:
         raise ValueError(
             f"{short_repr(name)} is no benchmark{nearest(name, BENCHMARKS)}; "

@@ -15,7 +15,7 @@ from parallel.convert.compare import describe, differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import Options, whole_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SUMMARIES = {
@@ -34,7 +34,7 @@ EXAMPLES = {
     "verify": ("outputs/toy/model exported", "outputs/toy/model checkpoint --workers 2"),
 }
 SHOWN = 10
-MAX_WORKERS = 1024
+WORKERS = whole_number(1, 1024)  # argument type
 MAX_GIB = 2**20
 
 
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
                 "processes share"
             ),
         )
-        command.add_argument("--workers", type=_count, default=min(8, os.cpu_count() or 1), help="processes")
+        command.add_argument("--workers", type=WORKERS, default=min(8, os.cpu_count() or 1), help="processes")
     return options
 
 
@@ -167,14 +167,6 @@ def _positive(text: str) -> float:
             f"{short_repr(text)} is not accepted; write a number above 0 and at most {MAX_GIB:,}"
         )
     return value
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text[:7]) <= MAX_WORKERS):
-        raise argparse.ArgumentTypeError(
-            f"{short_repr(text)} is not accepted; write a whole number from 1 to {MAX_WORKERS}"
-        )
-    return int(text)
 
 
 COMMANDS = {"hf-to-mcore": _hf_to_mcore, "mcore-to-hf": _mcore_to_hf, "inspect": _inspect, "verify": _verify}

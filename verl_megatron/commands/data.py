@@ -10,6 +10,7 @@ HELP = """\
 Shows what a run would read of FILE, a .jsonl, .parquet, .arrow, .csv or .tsv file, a folder of shards, or
 several, separated by commas: formats and columns, the first three prompts exactly as the model sees them,
 their answers, lengths in tokens, which rows are too long, duplicates, data sources and their shares.
+Of demonstrations it shows which tokens have a loss.
 --model, a Hugging Face folder, applies its chat template and tokenizer. Without it there are no tokens.
 
 Settings are those of the run, such as data.prompt_key=question data.max_prompt_tokens=512.
@@ -21,6 +22,7 @@ EXAMPLES = (
 )
 KINDS = {"prompts": "train", "sft": "sft", "pairs": "dpo"}  # command whose settings apply
 TITLES = {"prompts": "prompts", "sft": "demonstrations", "pairs": "preference pairs"}
+QUANTILES = {"0%": "least", "50%": "median", "100%": "most"}  # names of some
 SHOWN_ROWS = 3  # of those that are left out
 SHOWN_TEXT = 4000  # characters of a text in an example
 
@@ -58,6 +60,8 @@ def check(arguments: list[str]) -> int:
         ValueError: a run would refuse the settings or the data.
     """
     given = parser().parse_intermixed_args(arguments)
+    if more := [word for word in given.settings if "=" not in word]:
+        raise ValueError(f"{short_repr(more[0])} is no setting; several files are one argument, with commas")
     kind, found = _survey(given.file, given.model, given.kind, given.settings)
     print(json.dumps({"kind": kind} | found, indent=2, default=str) if given.json else _text(kind, found))
     if found["refused"]:
@@ -129,9 +133,11 @@ def _text(kind: str, found: dict[str, Any]) -> str:
     for unit in ("tokens", "characters"):
         if values := found.get(unit):
             of = "of a prompt" if kind == "prompts" or unit == "characters" else "of a row"
-            lines.append(
-                f"{unit} {of}: " + ", ".join(f"{share} {count:,}" for share, count in values.items())
-            )
+            named = [f"{QUANTILES.get(share, share)} {count:,}" for share, count in values.items()]
+            lines.append(f"{unit} {of}: {', '.join(named)}")
+    if with_loss := found.get("tokens_with_loss"):
+        share = with_loss / found["all_tokens"]
+        lines.append(f"tokens with loss: {with_loss:,} of {found['all_tokens']:,} ({share:.1%})")
     if sources := found["data_sources"]:
         lines.append("data sources:")
         lines += [
@@ -155,6 +161,11 @@ def _left_out(found: dict[str, Any]) -> list[str]:
 
 def _example(example: dict[str, Any]) -> list[str]:
     lines = [f"---- {_one_line(example['row'])} ----"]
+    if spans := example.get("spans"):  # all that a demonstration's other values have
+        for span in spans:
+            lines.append(f"{'loss' if span['loss'] else 'no loss'} ({span['tokens']:,} tokens):")
+            lines.append(_printable(span["text"]))
+        return lines
     for name, value in example.items():
         if isinstance(value, dict) and value.keys() == {"tokens", "text"}:
             lines += [f"{name} ({value['tokens']:,} tokens):", _printable(value["text"])]

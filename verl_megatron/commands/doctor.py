@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from verl_megatron.config import RunConfig
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import Options, whole_number
 
 EXAMPLES = (
     "",
@@ -63,21 +63,11 @@ def _parser() -> Options:
         help="a shipped recipe, or a .yaml file, and more settings: is its run valid, and does it fit?",
     )
     parser.add_argument("--config", metavar="FILE", help="the same for a recipe of your own")
-    parser.add_argument("--ranks", type=_ranks, default=0, help="ranks of that run (as many as would start)")
+    parser.add_argument(
+        "--ranks", type=whole_number(1, 1 << 17), default=0, help="ranks of that run (as many as would start)"
+    )
     parser.add_argument(
         "--disk", metavar="DIR", default=RunConfig().output_dir, help="output folder to look at (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="the report as data")
     return parser
-
-
-def _ranks(text: str) -> int:
-    """Read a number of ranks.
-
-    Raises:
-        ValueError: argparse reports it with the option's name.
-    """
-    ranks = int(text)
-    if not 1 <= ranks <= 1 << 17:
-        raise ValueError
-    return ranks

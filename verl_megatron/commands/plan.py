@@ -28,7 +28,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
-from verl_megatron.launch.options import Options, check_output
+from verl_megatron.launch.options import COUNT, Options, check_output
 from verl_megatron.model_specs import has_worlds, named_devices, num_ranks, num_training_ranks
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
@@ -237,13 +237,6 @@ def _candidate(candidate: Candidate) -> dict:
     }
 
 
-def count(text: str) -> int:
-    """Argument type: an integer above 0."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     options = Options(description=__doc__, examples=EXAMPLES)
     options.add_argument(
@@ -255,16 +248,16 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--critic", default="", metavar="MODEL", help="the critic, where it is not like the actor"
     )
-    options.add_argument("--gpus", type=count, required=True, help="of all hosts together")
+    options.add_argument("--gpus", type=COUNT, required=True, help="of all hosts together")
     options.add_argument(
         "--gpu",
         metavar="NAME",
         default="h200",
         help=f"{', '.join(MACHINES)}, or the .json file that verl-megatron benchmark calibrate wrote",
     )
-    options.add_argument("--hosts", type=count, help=f"number of hosts; default: {HOST_RANKS} GPUs a host")
+    options.add_argument("--hosts", type=COUNT, help=f"number of hosts; default: {HOST_RANKS} GPUs a host")
     _add_iteration(options)
-    options.add_argument("--best", type=count, default=10, help="candidates that are shown")
+    options.add_argument("--best", type=COUNT, default=10, help="candidates that are shown")
     options.add_argument(
         "--separate",
         action="store_true",
@@ -289,13 +282,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_iteration(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
+    options.add_argument("--samples-per-iteration", type=COUNT, default=1024, help="of all prompts together")
     options.add_argument(
-        "--samples-per-prompt", type=count, help="default: 8 where they are compared, else 1"
+        "--samples-per-prompt", type=COUNT, help="default: 8 where they are compared, else 1"
     )
-    options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
+    options.add_argument("--prompt", type=COUNT, default=512, help="tokens of a prompt")
     options.add_argument(
-        "--response", type=count, help="most tokens of a response; default: 1024, or the longest of --lengths"
+        "--response", type=COUNT, help="most tokens of a response; default: 1024, or the longest of --lengths"
     )
     options.add_argument(
         "--lengths",
@@ -304,7 +297,7 @@ def _add_iteration(options: argparse.ArgumentParser) -> None:
         help="lengths of responses that differ: ranges of tokens with weights, such as 64-2048 or "
         "512:70,1024-8192:30; memory counts the longest",
     )
-    options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
+    options.add_argument("--mini-batches", type=COUNT, default=4, help="optimizer steps an iteration")
     options.add_argument("--algorithm", default="ppo", metavar="NAME", help=", ".join(ALGORITHMS))
 
 

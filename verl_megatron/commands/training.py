@@ -123,12 +123,14 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0
     given, rest = launcher_options(arguments)
     gc.disable()  # imports and recipes make many permanent objects
+    from parallel.runtime.environment import check_environment
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
     from verl_megatron.launch.hosts import devices_in
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
+    check_environment()
     known, settings = settings_of(rest, LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         return 0  # Hydra has printed it

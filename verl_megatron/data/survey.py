@@ -1,9 +1,10 @@
 """What a run would read of its data files, in numbers and examples."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
@@ -12,6 +13,7 @@ from verl_megatron.data.chat import split_answer
 from verl_megatron.data.columns import Columns
 from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.pairs import READERS
+from verl_megatron.data.prompts import Demonstration
 from verl_megatron.data.row_reader import RowReader
 from verl_megatron.data.tokenizer import Tokenizer
 
@@ -27,7 +29,7 @@ def first_row(path: str) -> tuple[list[DataFile], dict[str, Any]]:
     try:
         files = find_files(path)
     except ValueError as error:
-        raise ValueError(f"data file {short_repr(path)[1:-1]} {error}") from None
+        raise ValueError(f"data file {short_repr(path)[1:-1] or short_repr(path)} {error}") from None
     for file in files:
         for _, row in file.rows():
             return files, row
@@ -75,6 +77,8 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
         "answers_cut_off": dataset.cut,
         "weights": [{"weight": weight, "rows": count} for weight, count in dataset.shares],
         "tokens": quantiles(dataset.lengths),
+        "tokens_with_loss": sum(sum(_has_loss(item)) for item in dataset if isinstance(item, Demonstration)),
+        "all_tokens": sum(dataset.lengths),
         "duplicates": _duplicates(dataset),
         "data_sources": _shares(getattr(item, "extra", {}).get("data_source") for item in dataset),
         "examples": [
@@ -173,12 +177,33 @@ def _characters(prompt: Any) -> int:
 
 
 def _example(item: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the texts of an item's tokens, special ones included, their number, and what the reward gets."""
-    shown: dict[str, Any] = {}
-    for name in item.__slots__:
-        if name.endswith("_token_ids"):
-            ids = getattr(item, name)
-            shown[name.removesuffix("_token_ids")] = {"tokens": len(ids), "text": tokenizer.hf.decode(ids)}
+    """Return the texts of an item's tokens, special ones included, their number, and what the reward gets.
+
+    Of a demonstration, `spans` are its tokens in order, with or without loss.
+    """
+    shown: dict[str, Any] = {
+        name.removesuffix("_token_ids"): _decoded(getattr(item, name), tokenizer)
+        for name in item.__slots__
+        if name.endswith("_token_ids")
+    }
     if hasattr(item, "answer"):
         shown |= {"answer": item.answer, "extra": item.extra}
+    if isinstance(item, Demonstration):
+        shown["spans"] = list(_spans(item, tokenizer))
     return shown
+
+
+def _spans(item: Demonstration, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    tokens = zip(_has_loss(item), item.prompt_token_ids + item.response_token_ids)
+    for has_loss, span in groupby(tokens, key=itemgetter(0)):
+        yield {"loss": has_loss} | _decoded([token for _, token in span], tokenizer)
+
+
+def _decoded(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"tokens": len(ids), "text": tokenizer.hf.decode(ids)}
+
+
+def _has_loss(item: Demonstration) -> list[bool]:
+    """Return of each token of prompt and response whether the loss counts it."""
+    response = item.is_target or [True] * len(item.response_token_ids)
+    return [False] * len(item.prompt_token_ids) + response

@@ -28,7 +28,7 @@ def check_recipe_fits(case: Case) -> Iterator[Finding]:
     answer = _dry_run(case, gpu)
     lines = [line.strip() for line in answer.text.splitlines()]
     title = next((line.removeprefix("dry run: ") for line in lines if line.startswith("dry run: ")), "")
-    where = f"{case.recipe}: {title} {gpu}" + ("" if case.gpus else " (no GPU here)")
+    where = f"{case.recipe}: {title}, {gpu}" + ("" if case.gpus else " (no GPU here)")
     if not answer.problem:
         memory = next((line for line in lines if line.startswith("It fits")), "")
         yield Finding(check="recipe", status="ok", found=f"{where}. {memory}".strip())

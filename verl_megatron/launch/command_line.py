@@ -28,6 +28,7 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
+from verl_megatron.config.names import name_here
 from verl_megatron.launch.bases import files_of, find_recipe, shipped_names
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
@@ -36,6 +37,7 @@ from verl_megatron.model_specs import SCORERS
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
+OF_HYDRA = "Hydra's own settings have no effect on a run; leave it out"
 RECIPE = "recipe"  # its name in Hydra's store
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
@@ -112,7 +114,7 @@ def _guarded(
 
 class _Parser(Options):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; options are {', '.join(self.option_names())}")
+        raise ValueError(f"{message} (--help lists the options)")
 
 
 def _parser() -> _Parser:
@@ -197,11 +199,9 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
         if argument.startswith("="):
             raise ValueError(f"{short_repr(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
-            name, options = argument.partition("=")[0], [*parser.option_names(), *taken]
-            raise ValueError(
-                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, options)}; "
-                f"options are {', '.join(options)}"
-            )
+            raise ValueError(_about_option(argument, [*parser.option_names(), *taken]))
+        if re.match(r"[+~]*hydra\b", argument):
+            raise ValueError(f"{short_repr(argument)}: {OF_HYDRA}")
         if "=" not in argument and not argument.startswith(("+", "~")):
             raise ValueError(_about_word(argument))
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
@@ -218,6 +218,18 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
         _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]
     return known
+
+
+def _about_option(argument: str, options: list[str]) -> str:
+    """Describe an unknown option: maybe a setting, written as on another project's command line."""
+    name, _, value = argument.partition("=")
+    setting = name.lstrip("-").replace("-", "_")
+    said = f"unrecognized arguments: {short_repr(name)[1:-1]}"
+    if name.startswith("--") and "." in setting:
+        return f"{said}; settings have no dashes: write {setting}={value or 'VALUE'}"
+    if theirs := name_here(setting):
+        return f"{said}: {theirs}, as SECTION.SETTING=VALUE"
+    return f"{said}{nearest(name, options)}; options are {', '.join(options)}"
 
 
 def _about_word(word: str) -> str:
@@ -349,8 +361,10 @@ def _recipe_files(known: argparse.Namespace) -> list[Path]:
 def _merged(files: list[Path]) -> DictConfig:
     """Return the settings of recipes; those of later files win."""
     recipes = [cast(DictConfig, OmegaConf.load(path)) for path in files]
-    for recipe in recipes:
+    for file, recipe in zip(files, recipes):
         recipe.pop("defaults", None)
+        if "hydra" in recipe:
+            raise ValueError(f"recipe {file}: section 'hydra': {OF_HYDRA}")
     return cast(DictConfig, OmegaConf.merge({}, *recipes))
 
 

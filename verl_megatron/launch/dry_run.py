@@ -232,7 +232,8 @@ def _span(numbers: range) -> str:
 
 
 def _title(world_size: int, ranks_per_host: int) -> str:
-    return f"dry run: {counted(world_size, 'rank')}, {ranks_per_host} a host"
+    where = f", {ranks_per_host} a host" if world_size > ranks_per_host else " on one host"
+    return f"dry run: {counted(world_size, 'rank')}{where}"
 
 
 def _layouts(run: PlannedRun, settings: Settings) -> list[str]:

@@ -4,14 +4,15 @@ import argparse
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parallel.runtime.refusal import complain, nearest, readable
+from parallel.runtime.refusal import complain, nearest, readable, short_repr
 
 WIDTH = 110
 UNKNOWN = "unrecognized arguments: "  # as argparse says it
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}  # by argument type
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -55,6 +56,16 @@ class Options(argparse.ArgumentParser):
             self.error(f"argument {name}: it is given twice; leave one of them out")
         return super().parse_known_args(args, namespace)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Read a value as argparse does, but say what a number has to be."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if (kind := KINDS.get(action.type)) is None:
+                raise
+            said = f"{short_repr(arg_string)} is not accepted; write {kind}"
+            raise argparse.ArgumentError(action, said) from None
+
     def option_names(self) -> list[str]:
         """Return the options of this parser, and of its subcommands."""
         below = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
@@ -68,6 +79,22 @@ class Options(argparse.ArgumentParser):
         if "RANK" in os.environ:  # all ranks have these arguments
             complain(text, agreed=True)
         self.exit(2, f"error: {text}\n")
+
+
+def whole_number(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an argument type: whole numbers from `least` to `most`, of ASCII digits."""
+
+    def read(text: str) -> int:
+        if text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not accepted; write a whole number from {least} to {most:,}"
+        )
+
+    return read
+
+
+COUNT = whole_number()  # argument type of counts above 0
 
 
 def add_launcher_options(options: argparse.ArgumentParser, *, usual: str = "1") -> None:

@@ -4,12 +4,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from parallel import device
 from parallel.runtime.refusal import short_repr
+from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
-from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.launch.options import given_twice
 from verl_megatron.model_specs import layout_of, models_of
 
@@ -36,15 +38,14 @@ def suits(config: TrainerConfig | SupervisedConfig, ranks: int) -> bool:
 def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
     """Return how many ranks to start: all GPUs of this host as far as the layouts divide them.
 
-    Without GPUs, the fewest that the layouts need. 1 if the layouts cannot be read; checks then say why.
+    Without GPUs, the fewest that the layouts need.
 
     Raises:
         ValueError: they need more than a host starts.
     """
-    try:
-        fewest = ranks_needed(config)
-    except ValueError:
-        return 1
+    if isinstance(config, TrainerConfig) and config.algorithm.name not in ALGORITHMS:
+        config = replace(config, algorithm=AlgorithmConfig())  # checks refuse the name, and only that
+    fewest = ranks_needed(config)
     if fewest > MOST_LOCAL:
         raise ValueError(
             f"{named_layouts(config)} and their devices need {fewest:,} ranks, and this command starts at "

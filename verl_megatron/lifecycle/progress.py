@@ -190,8 +190,8 @@ class Progress:
         recorded = resume.read_record(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
-                f"run.resume=verify: there is no sound record of iteration {self.step}, "
-                "before whose end the run may have ended; nothing to compare with"
+                f"run.resume=verify: iteration {self.step} has no complete record, as when the run ended at "
+                "the checkpoint before it; nothing to compare with"
             )
         # On GPUs the summation order of some kernels is not deterministic.
         apart = differences(

@@ -24,7 +24,7 @@ def num_replicas(*, world_size: int, tp: int) -> int:
     if tp < 1 or world_size % tp:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         raise ValueError(
-            f"rollout.tp={tp} must divide the {world_size} ranks that generate; "
+            f"rollout.tp={tp} must divide the number of ranks that generate, {world_size}; "
             f"choose one of {divisors} or another number of ranks"
         )
     return world_size // tp

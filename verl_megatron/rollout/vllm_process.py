@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import warnings
@@ -23,7 +24,13 @@ ENVIRONMENT = {
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Context for importing and constructing vLLM: faster, and without third-party deprecation warnings."""
+    """Context for importing and constructing vLLM: faster, and without third-party deprecation warnings.
+
+    vLLM gives its logger a level only while it constructs an engine. It has warned by then.
+    """
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL") or ENVIRONMENT["VLLM_LOGGING_LEVEL"])
     with (
         paused_collector(),
         warnings.catch_warnings(),

@@ -5,7 +5,7 @@ from urllib.parse import unquote, urlsplit
 
 from parallel.weights.remote.folder import complete, digest_of, fetch_folder
 from parallel.weights.remote.hub import fetch_snapshot, is_hub_name
-from parallel.weights.remote.source import shown
+from parallel.weights.remote.source import checked, shown
 
 __all__ = ["is_remote", "local_folder", "shown", "version_of"]
 
@@ -25,9 +25,9 @@ def local_folder(name: str, *, weights: bool = True, whole: bool = False) -> str
     Raises:
         ValueError: the model cannot be fetched.
     """
-    if urlsplit(name).scheme == "file" and "://" in name:
-        return unquote(urlsplit(name).path)
     if "://" in name:
+        if (parts := checked(name)).scheme == "file":
+            return unquote(parts.path)
         folder = fetch_folder(name, weights=weights)
         if whole:
             complete(folder)

@@ -1,10 +1,11 @@
 """Files of a folder behind a URL, in byte ranges and with retries."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.json_files import reason_of
@@ -14,6 +15,10 @@ ATTEMPTS, FIRST_PAUSE_S = 5, 0.5  # of a request; each pause is twice the one be
 CONNECT_S, SILENCE_S = 15.0, 60.0  # most seconds to connect, and between two pieces of an answer
 VERSION = ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "mtime", "blob_id")
 ABSENT = (403, 404, 410)  # buckets that may not be listed answer 403 for absent files
+FORMS = (
+    "give a folder, a hub name such as Qwen/Qwen2.5-0.5B, or a URL such as https://host/folder or "
+    "s3://bucket/folder"
+)
 RESUMES = "what has arrived is kept, and the same command goes on from there"
 
 
@@ -36,33 +41,53 @@ class RemoteFile:
 
 def shown(url: str) -> str:
     """Return a URL without the password that it may carry, for messages."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)
+
+
+def checked(url: str) -> SplitResult:
+    """Return the parts of a URL.
+
+    Raises:
+        ValueError: it is none, or names no place.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"{short_repr(url)} is no URL ({error}); {FORMS}") from None
+    is_web = parts.scheme in ("http", "https")
+    if not parts.scheme or not (parts.hostname if is_web else parts.netloc or parts.path.strip("/")):
+        raise ValueError(f"{short_repr(url)} is no URL of a folder; {FORMS}")
+    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+        raise ValueError(f"{url} names the host {parts.netloc}; write file:///folder, with three slashes")
+    return parts
 
 
 def open_source(url: str) -> "Source":
     """Return the source of a URL.
 
     Raises:
-        ValueError: fsspec does not know the scheme or lacks its package, or the URL has a query.
+        ValueError: fsspec does not know the scheme or lacks its package, the URL has a query, or its system
+            cannot be reached.
     """
     import fsspec
 
-    if urlsplit(url).query or urlsplit(url).fragment:
+    parts = checked(url)
+    if parts.query or parts.fragment:
         raise ValueError(
             f"{shown(url)} has a query or a fragment; name the folder of the model's files alone"
         )
-    kind = HttpSource if urlsplit(url).scheme in ("http", "https") else Source
+    kind = HttpSource if parts.scheme in ("http", "https") else Source
     options: dict[str, Any] = HttpSource.options() if kind is HttpSource else {}
     try:
         system, root = fsspec.core.url_to_fs(url.rstrip("/"), **options)
     except ImportError as error:
         raise ValueError(f"{shown(url)} needs a package ({reason_of(error)}); install it") from None
-    except ValueError as error:
-        raise ValueError(
-            f"{shown(url)} cannot be read ({reason_of(error)}); give a folder, a hub name such as "
-            "Qwen/Qwen2.5-0.5B, or a URL such as https://host/folder or s3://bucket/folder"
+    except OSError as error:  # of a system that connects at once
+        raise UnreachableError(
+            f"{shown(url)} cannot be reached ({reason_of(error)}); look at its server and the network"
         ) from None
+    except Exception as error:  # each file system has errors of its own
+        raise ValueError(f"{shown(url)} cannot be read ({reason_of(error)}); {FORMS}") from None
     return kind(url.rstrip("/"), system, root)
 
 

@@ -40,7 +40,7 @@ from verl_megatron.benchmarks.scaling.runs import (
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import COUNT, Options
 from verl_megatron.planner import (
     MACHINES,
     Machine,
@@ -94,13 +94,6 @@ def numbers(text: str) -> list[int]:
     return sorted(int(part) for part in parts)
 
 
-def count(text: str) -> int:
-    """Argument type: an integer above 0."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
-    return int(text)
-
-
 def rate(text: str) -> float:
     """Argument type: a number above 0."""
     try:
@@ -127,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         help="numbers of ranks to measure, such as 1,2,4",
     )
     options.add_argument(
-        "--steps", type=count, default=5, help="iterations of a run; the first does not count"
+        "--steps", type=COUNT, default=5, help="iterations of a run; the first does not count"
     )
     options.add_argument(
         "--layouts",
@@ -144,15 +137,15 @@ def parser() -> argparse.ArgumentParser:
         help="vLLM's tensor-parallel size, by number of ranks",
     )
     options.add_argument(
-        "--prompts", type=count, help="of an iteration on the largest number of ranks; default: the recipe's"
+        "--prompts", type=COUNT, help="of an iteration on the largest number of ranks; default: the recipe's"
     )
     options.add_argument(
         "--prompt-tokens",
-        type=count,
+        type=COUNT,
         help="of every prompt; default: data.max_prompt_tokens, for random weights 512",
     )
     options.add_argument(
-        "--response-tokens", type=count, help="of every response; default: rollout.max_tokens"
+        "--response-tokens", type=COUNT, help="of every response; default: rollout.max_tokens"
     )
     options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
     options.add_argument(
@@ -177,9 +170,9 @@ def _add_modelled(options: argparse.ArgumentParser) -> None:
         ),
     )
     options.add_argument(
-        "--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled"
+        "--to", type=COUNT, default=16_384, help="GPUs up to which larger sizes are modelled"
     )
-    options.add_argument("--ranks-per-host", type=count, default=8, help="of modelled sizes")
+    options.add_argument("--ranks-per-host", type=COUNT, default=8, help="of modelled sizes")
     options.add_argument(
         "--link-gbytes",
         type=rate,
