@@ -126,6 +126,12 @@ def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
     assert [row["async/iterations_in_flight"] for row in rows] == [2, 2, 2, 2, 1, 0]
     assert rows[0]["policy/effective_sample_size"] > 0.99  # truncated importance weights, by default
     assert all(row["policy/importance_weight"] <= 2 for row in rows)
+    for row in rows:
+        seconds = row["train/step_time_ms"] / 1e3
+        assert row["async/training_wait_fraction"] == pytest.approx(row["time/rollout_s"] / seconds)
+        assert 0 <= row["async/rollout_wait_fraction"] < 1 and row["async/tokens_dropped"] == 0
+        of_responses = 16 * row["rollout/response_tokens_mean"] / seconds / 2  # one training GPU, one rollout
+        assert row["train/throughput_tokens_per_sec_per_gpu"] > of_responses
 
 
 def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_path):

@@ -62,7 +62,14 @@ class Link:
         self.random.shuffle(done)
         groups = [self.samples(number, self.groups.pop(number)) for number in done]
         return [
-            Reply(groups=groups, sums={"totals": {}, "maxima": {}}, interrupted=0, idle_s=1.0, busy_s=2.0)
+            Reply(
+                groups=groups,
+                sums={"totals": {}, "maxima": {}},
+                interrupted=2,
+                aborted_tokens=5,
+                idle_s=1.0,
+                busy_s=2.0,
+            )
         ]
 
     def samples(self, number, version):
@@ -165,6 +172,8 @@ def one_iteration(fleet, sampler, source, iteration, staleness):
     made = numbers["async/samples_sampled"]
     assert made == sum(numbers[f"async/samples_{name}"] for name in ("trained", "dropped", "in_flight"))
     assert numbers["async/samples_trained"] == iteration * P * SAMPLES
+    assert numbers["async/tokens_dropped"] == 2 * numbers["async/samples_dropped"]  # of 1 and of 3 tokens
+    assert 2 * numbers["async/tokens_aborted"] == 5 * numbers["async/interrupted"]
     fleet.version = iteration
     sampler.published(iteration)
     return trained_on(batch)

@@ -52,6 +52,11 @@ class _Collection:
         """Samples to train on, or of validation."""
         return sum(len(part.batch["sample_id"]) for part in self.samples)
 
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of these."""
+        return sum(int(part.batch["response_mask"].sum()) for part in self.samples)
+
 
 class OrderedSampler(RemoteSampler):
     """Orders collections ahead of time, and receives their samples.
@@ -190,7 +195,8 @@ class OrderedSampler(RemoteSampler):
 
     def _drop_restored(self, is_dropped: Callable[[int], bool]) -> None:
         for iteration in filter(is_dropped, list(self._restored)):
-            self._counts.dropped += self._restored.pop(iteration).num_samples
+            dropped = self._restored.pop(iteration)
+            self._counts.drop(dropped.num_samples, dropped.num_tokens)
 
     def _in_flight(self) -> int:
         """This rank's training samples that have arrived and wait for their iteration."""
@@ -281,7 +287,7 @@ class OrderedSampler(RemoteSampler):
         assert part.samples is not None
         dropped = sum(samples.num_dropped for samples in part.samples)
         self._counts.sampled += dropped + sum(len(samples.batch["sample_id"]) for samples in part.samples)
-        self._counts.dropped += dropped
+        self._counts.drop(dropped, sum(samples.dropped_tokens for samples in part.samples))
         if cursor is None:
             return
         self._collections[part.order.iteration].cursor = cursor

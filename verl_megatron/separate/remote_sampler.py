@@ -25,11 +25,17 @@ class Counts:
     sampled: int = 0
     trained: int = 0
     dropped: int = 0  # by dynamic sampling, or older than allowed after a resumption
+    dropped_tokens: int = 0  # response tokens of these
 
     def add(self, resumed: "Resumed") -> None:
         """Count the samples of a collection that a checkpoint holds: the next iteration trains on them."""
         self.sampled += resumed.num_samples
         self.trained += resumed.num_samples
+
+    def drop(self, samples: int, tokens: int) -> None:
+        """Count samples that nobody trains on, and their response tokens."""
+        self.dropped += samples
+        self.dropped_tokens += tokens
 
     def check(self, in_flight: int) -> None:
         """Raise a RuntimeError if a sample was lost or is counted twice."""
@@ -127,7 +133,9 @@ class RemoteSampler(ABC):
     def _add_counts(self, sums: Sums) -> None:
         sums.add("async/dealt_again", self._dealt_again, 1)
         self._dealt_again, share = 0, 1 / self.world.size  # the sums of all ranks
-        for name, count in (asdict(self._counts) | {"in_flight": self._in_flight()}).items():
+        counts = asdict(self._counts) | {"in_flight": self._in_flight()}
+        sums.add("async/tokens_dropped", counts.pop("dropped_tokens"), share)
+        for name, count in counts.items():
             sums.add(f"async/samples_{name}", count, share)
 
     def _joined(self, since: float | None = None) -> list[int]:

@@ -67,7 +67,7 @@ class WindowSampler(RemoteSampler):
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._iteration = 0
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
-        self._interrupted = 0  # samples of these
+        self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
 
     def needs(self, version: int) -> bool:
         return version < self._last
@@ -158,7 +158,8 @@ class WindowSampler(RemoteSampler):
         sums.add("async/rollout_wait_s", self._seconds[0], replicas)
         sums.add("async/generation_s", self._seconds[1], replicas)
         sums.add("async/interrupted", self._interrupted, 1 / self.world.size)
-        self._load, self._seconds, self._interrupted = Sums(), [0.0, 0.0], 0
+        sums.add("async/tokens_aborted", self._aborted_tokens, 1 / self.world.size)
+        self._load, self._seconds, self._interrupted, self._aborted_tokens = Sums(), [0.0, 0.0], 0, 0
         self._add_counts(sums)
         rewards = [found.rewards_B for _, found in self._received if found.rewards_B is not None]
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
@@ -182,7 +183,8 @@ class WindowSampler(RemoteSampler):
             self._ahead.load_state_dict(cursor)
         self._begun, self._skipped = True, set(resumed.groups)
         for number in self._skipped & self._table.entries.keys():
-            self._counts.sampled -= self._table.forget(number)
+            if (own := self._table.forget(number)) is not None:
+                self._counts.sampled -= own.num_samples
         self._counts.add(resumed)
         self._give(self._table.incomplete())
         self._order_more()
@@ -257,11 +259,12 @@ class WindowSampler(RemoteSampler):
                 new += reply.groups
                 self._load.merge(Sums.from_state(reply.sums))
                 self._interrupted += reply.interrupted
+                self._aborted_tokens += reply.aborted_tokens
                 self._seconds[0] += reply.idle_s
                 self._seconds[1] += reply.busy_s
         self._table.own |= {found.number: found for found in new}
         for number in (found.number for found in new if found.number < VALIDATION):
-            self._counts.sampled += len(self._table.own[number].batch["sample_id"])
+            self._counts.sampled += self._table.own[number].num_samples
         gathered = chain(*self.world.all_gather_object([self._arrival_of(found) for found in new]))
         for arrival in sorted(gathered, key=lambda each: each.number):
             self._table.complete(arrival)
@@ -292,7 +295,8 @@ class WindowSampler(RemoteSampler):
     def _drop(self, number: int) -> None:
         self._num_replaced += 1
         self._recently_dropped += 1
-        self._counts.dropped += self._table.forget(number)
+        if (own := self._table.forget(number)) is not None:
+            self._counts.drop(own.num_samples, own.num_tokens)
 
     def _deal_again(self, place: int, reason: str, since: float) -> None:
         """Order what a world that has ended has not completed of others, or of the one that follows it."""
