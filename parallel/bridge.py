@@ -13,8 +13,6 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 """
 
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,14 +61,6 @@ def together(own: RankSet, step: Callable[[], T]) -> T:
     if reasons := list(filter(None, own.all_gather_object(reason))):
         raise BridgeLostError(reasons[0])
     return result
-
-
-def new_address() -> dict[str, str]:
-    """Return the environment variables of a new bridge on this host."""
-    with socket.socket() as listener:
-        listener.bind((stores.LOCAL, 0))
-        port = listener.getsockname()[1]
-    return {ADDRESS: f"{stores.LOCAL}:{port}", TOKEN: secrets.token_hex(16)}
 
 
 def given_address() -> tuple[str, int]:

@@ -60,6 +60,36 @@ def test_worlds_that_share_a_host_and_go_on_on_another_are_refused(devices, worl
         placed(devices, 8, world_size)
 
 
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(supervisor.device, "is_gpu", lambda: True)
+    monkeypatch.setattr(supervisor.device, "visible_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def gpus_of(devices: str, *, ranks: int) -> list[str]:
+    call = Call.here("module", [], ranks=ranks, restarts=0)
+    return [supervisor._gpus(part, call)["CUDA_VISIBLE_DEVICES"] for part in placed(devices, ranks)]
+
+
+def test_each_world_of_a_host_gets_its_own_gpus(four_gpus, monkeypatch):
+    assert gpus_of("3", ranks=4) == ["0,1,2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+    assert gpus_of("1", ranks=2) == ["7", "5"]
+
+
+def test_too_few_gpus_for_all_worlds_are_refused(four_gpus):
+    with pytest.raises(
+        ValueError, match="the rollout world needs 5 GPUs on this host, which has 4; name"
+    ):
+        gpus_of("3-4", ranks=5)
+
+
+def test_a_fault_is_started_again_and_an_error_is_not():
+    statuses = (0, 1, 2, 75, 130, 134, 137, 139, 143)
+    assert [status for status in statuses if supervisor._is_fault(status)] == [75, 134, 137, 139]
+
+
 # ---- the board ---------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from verl_megatron.launch.board import POLL_S, Board, BoardLostError
 from verl_megatron.launch.hosts import Part, place_worlds
 from verl_megatron.launch.node import LAUNCHER, Call
 from verl_megatron.launch.ranks import prepare
+from verl_megatron.model_specs import num_ranks
 
 ENDING_S = 60.0  # for the other worlds, once the training world has ended well
 LAST_WORDS_S = 5.0  # for ranks to say why they end, once the run has failed elsewhere
@@ -33,6 +34,16 @@ QUICK = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENDED_ON_PURPOSE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # Notes on the board
 STATUS, ASKED, BRIDGE = "status", "asked to end", "bridge"
+
+
+def supervise_here(module: str, arguments: Sequence[str], config: TrainerConfig, *, restarts: int) -> int:
+    """Run all worlds on this host; arguments, result and errors as of `supervise`.
+
+    Args:
+        module: that each rank runs, with `arguments`.
+        restarts: of the training world, from the newest checkpoint.
+    """
+    return supervise(Call.here(module, arguments, ranks=num_ranks(config), restarts=restarts), config)
 
 
 def supervise(call: Call, config: TrainerConfig) -> int:
@@ -191,7 +202,8 @@ def _gpus(part: Part, call: Call) -> dict[str, str]:
     gpus = named or [str(gpu) for gpu in range(device.visible_gpus())]
     if len(gpus) < part.local.stop:
         raise ValueError(
-            f"GPUS={call.nproc_per_node}: this host has {len(gpus)} GPUs; start at most as many ranks on it"
+            f"the {part.name} world needs {part.local.stop} GPUs on this host, which has {len(gpus)}; name "
+            "fewer ranks (devices, GPUS), or start the run on several hosts"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[place] for place in part.local)}
 
