@@ -129,7 +129,11 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     models = _Models(config, watchdog, world)
-    meeting = Meeting.open(world, watchdog.beat) if has_worlds(config) else None
+    meeting = (
+        Meeting.open(world, watchdog.beat, patience_s=config.run.stall_timeout_s)
+        if has_worlds(config)
+        else None
+    )
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (

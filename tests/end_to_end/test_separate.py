@@ -167,6 +167,24 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
     assert all(0 < row["rollout/logprob_gap_mean"] < 0.5 and row["policy/ratio_max"] > 1 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("devices", "rank"), [("1+2", 0), pytest.param("1+2-3", 1, marks=pytest.mark.long)], ids=str
+)
+def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_path, devices, rank):
+    """All of the world is stopped, or one rank of two; the other world makes its samples."""
+    stopped = (f"rollout.devices={devices}", "run.stall_timeout_s=5", "async.max_staleness=1")
+    with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *stopped)) as worlds:
+        kill(worlds, "rollout:1", once="step 1/4", by=signal.SIGSTOP, rank=rank)
+        ended = worlds.wait(timeout_s=120)
+        assert not ended.code and not worlds.leftovers(), ended.text
+    named = f"rank {rank} of the rollout:1 world gave no sign of life for "
+    assert ended.stdout.count(named) == 1 and "its work is dealt out again" in ended.stdout, ended.text
+    assert "resuming" not in ended.text
+    assert_balanced(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert sum(row["async/dealt_again"] for row in rows) > 0 and len(rows) == 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_at_whatever_moments_worlds_die_the_numbers_stay(toy, tmp_path, seed):
@@ -245,24 +263,33 @@ def test_wrong_weights_end_the_run_before_samples_are_used(toy, tmp_path, wrong,
     assert trained == [1] * (wrong != "unsent")
 
 
-def kill(both: Started, role: str, *, once: str, after_s: float = 0.0, timeout_s: float = 100.0) -> None:
-    """Kill the first rank of a world some time after a line of the run was printed."""
+def kill(
+    both: Started,
+    role: str,
+    *,
+    once: str,
+    after_s: float = 0.0,
+    timeout_s: float = 100.0,
+    by: signal.Signals = signal.SIGKILL,
+    rank: int = 0,
+) -> None:
+    """Kill a rank of a world some time after a line of the run was printed, or send it another signal."""
     deadline = time.monotonic() + timeout_s
     while once not in (text := (both.folder / "stdout").read_text()):
         assert time.monotonic() < deadline and both.process.poll() is None, text
         time.sleep(0.05)
     time.sleep(after_s)
-    while (rank := rank_of(both, role)) is None:  # it is being started again
+    while (pid := rank_of(both, role, rank)) is None:  # it is being started again
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(rank, signal.SIGKILL)
+    os.kill(pid, by)
 
 
-def rank_of(both: Started, role: str) -> int | None:
-    """Process id of the first rank of a world, if it is running."""
+def rank_of(both: Started, role: str, number: int = 0) -> int | None:
+    """Process id of a rank of a world, if it is running."""
     for pid, environment in both.processes().items():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        is_rank = environment.get("RANK") == "0" and b"verl_megatron.train" in words
+        is_rank = environment.get("RANK") == str(number) and b"verl_megatron.train" in words
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         of_launcher = b"parallel.runtime.launch" in Path(f"/proc/{parent}/cmdline").read_bytes()
         if is_rank and of_launcher and words[words.index(b"--role") + 1] == role.encode():

@@ -13,6 +13,7 @@ from tests.planned import run_config
 from verl_megatron.launch import supervisor
 from verl_megatron.launch.board import Board
 from verl_megatron.launch.hosts import place_worlds
+from verl_megatron.launch.lookout import Lookout
 from verl_megatron.launch.node import Call
 from verl_megatron.planner.search import configured
 
@@ -79,9 +80,7 @@ def test_each_world_of_a_host_gets_its_own_gpus(four_gpus, monkeypatch):
 
 
 def test_too_few_gpus_for_all_worlds_are_refused(four_gpus):
-    with pytest.raises(
-        ValueError, match="the rollout world needs 5 GPUs on this host, which has 4; name"
-    ):
+    with pytest.raises(ValueError, match="the rollout world needs 5 GPUs on this host, which has 4; name"):
         gpus_of("3-4", ranks=5)
 
 
@@ -129,8 +128,12 @@ class Run:
                 arguments=[str(folder)],
             )
             own = [supervisor._World(part, call, {}) for part in parts if part.host == host]
+            lookout = Lookout("127.0.0.1:1", TOKEN)  # no training world answers there
             self.asked[host] = type("Asked", (), {"received": set()})()
-            self._start(supervisor._Supervisor(call, Board(self.store, TOKEN), own, self.asked[host]), host)
+            self._start(
+                supervisor._Supervisor(call, Board(self.store, TOKEN), own, self.asked[host], lookout),
+                host,
+            )
 
     def _start(self, one: supervisor._Supervisor, host: int) -> None:
         def run() -> None:

@@ -2,12 +2,14 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from parallel.bridge import JOIN_S, POLL_S, BridgeLostError, newest, open_store, together
+from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, losing, newest, open_store, together
+from parallel.pulse import Listener
 from parallel.rank_set import RankSet
 from parallel.sealed_store import SealedStore
 from verl_megatron.model_specs import ServingWorld
@@ -23,16 +25,21 @@ class Meeting:
     store: SealedStore  # of the bridges
     beat: Callable[[], None]  # called again and again while this rank waits for another world
     say: Callable[[str], None]  # prints a message on one rank
+    patience_s: float  # with a world that shows no sign of life; 0: any number of seconds
 
     @classmethod
-    def open(cls, world: RankSet, beat: Callable[[], None]) -> "Meeting":
+    def open(cls, world: RankSet, beat: Callable[[], None], *, patience_s: float) -> "Meeting":
         """Serve the store and connect to it; errors as of `open_store`."""
         say = partial(print, flush=True) if world.is_first else lambda text: None
-        return cls(world=world, store=open_store(world, serves=True, wait=beat), beat=beat, say=say)
+        store = open_store(world, serves=True, wait=beat)
+        return cls(world=world, store=store, beat=beat, say=say, patience_s=patience_s)
 
 
 class Link(Protocol):
     """The exchange with a world over one bridge, until either ends."""
+
+    @property
+    def bridge(self) -> Bridge: ...
 
     @property
     def has_served(self) -> bool:
@@ -61,6 +68,7 @@ class Roster(ABC, Generic[AnyLink]):
         self.links: dict[int, AnyLink] = {}  # of the worlds that are there, by place in `worlds`
         self._numbers = [0] * len(worlds)  # of the newest bridge that was joined
         self._fruitless = [0] * len(worlds)
+        self._listeners: dict[int, Listener] = {}  # to the worlds that are there
 
     @abstractmethod
     def _connect(self, place: int, number: int) -> AnyLink:
@@ -71,8 +79,21 @@ class Roster(ABC, Generic[AnyLink]):
         """
 
     def work(self) -> None:
-        """Called again and again while this rank waits."""
+        """Give up worlds that show no sign of life; called again and again while this rank waits."""
         self._meeting.beat()
+        for place, listener in self._listeners.items():
+            with suppress(BridgeLostError), losing("the training world has ended"):
+                if silent := listener.silent():
+                    self._give_up(place, silent)
+
+    def _give_up(self, place: int, silent: Mapping[int, float]) -> None:
+        """Take a world for lost; this is noticed on all ranks when what it makes is received."""
+        bridge, name = self.links[place].bridge, self.worlds[place].name
+        ranks = ", ".join(str(rank - bridge.num_training) for rank in silent)
+        named = f"rank{'s' * (len(silent) > 1)} {ranks} of the {name} world"
+        reason = f"{named} gave no sign of life for {max(silent.values()):.0f} s (stopped, or out of reach)"
+        if bridge.give_up(reason):
+            print(f"{reason}; its work is dealt out again", flush=True)
 
     def admit(self, *, until: Callable[[], bool] = lambda: True) -> list[int]:
         """Join the worlds that have come since the last call, and return their places.
@@ -91,8 +112,10 @@ class Roster(ABC, Generic[AnyLink]):
                     self.lose(place, "another has joined")
                 self._numbers[place] = number
                 try:
-                    self.links[place] = together(self.world, partial(self._connect, place, number))
+                    self.links[place] = link = together(self.world, partial(self._connect, place, number))
                     joined.append(place)
+                    ranks = link.bridge.serving_ranks
+                    self._listeners[place] = Listener(link.bridge.store, ranks, self._meeting.patience_s)
                 except BridgeLostError:
                     continue  # it ended meanwhile; the next one may come
             if until():
@@ -121,6 +144,7 @@ class Roster(ABC, Generic[AnyLink]):
             ValueError: several ended in this place, one after the other, without having served.
         """
         link = self.links.pop(place)
+        self._listeners.pop(place, None)
         link.abandon()
         served = any(self.world.all_gather_object(link.has_served))
         self._fruitless[place] = 0 if served else self._fruitless[place] + 1
