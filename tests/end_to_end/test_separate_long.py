@@ -1,4 +1,4 @@
-"""Worlds of their own over a longer time: many deaths, hundreds of iterations, and what stale samples teach."""
+"""Worlds of their own for longer: many deaths, hundreds of iterations, and what stale samples teach."""
 
 import os
 import random

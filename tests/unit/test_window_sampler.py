@@ -17,7 +17,7 @@ from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.rollout.sampling import Generation, Sampling
 from verl_megatron.separate import window_sampler
 from verl_megatron.separate.orders import VALIDATION, GroupSamples, Reply, shares_of
-from verl_megatron.separate.remote_sampler import Resumed
+from verl_megatron.separate.remote_sampler import Demand, Resumed
 from verl_megatron.separate.window_sampler import WindowSampler
 
 P, SAMPLES, LAST = 4, 2, 12
@@ -150,7 +150,8 @@ class Fleet:
 
 def sampler_of(fleet, *, staleness, keep_group=None):
     cursor = PromptCursor(num_prompts=len(PROMPTS), seed=1)
-    sampler = WindowSampler(fleet, DRAW, cursor, keep_group=keep_group, max_staleness=staleness, last=LAST)
+    demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST)
+    sampler = WindowSampler(fleet, demand, keep_group=keep_group)
     return sampler, TrainingPrompts([], cursor)
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from parallel.bridge import BridgeLostError, together
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.orders import Order, Samples, cursor_key
-from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,26 +65,12 @@ class OrderedSampler(RemoteSampler):
     shares of a world that has ended are dealt out to the others, or to the one that follows it.
 
     Args:
-        cursor: of the training prompts; orders name where to draw from.
         keeps_all: without dynamic sampling, each collection draws as many prompts.
-        max_staleness: updates that the weights of samples may lag behind those that train on them.
-        last: the last iteration of the run.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        draw: Draw,
-        cursor: PromptCursor,
-        *,
-        keeps_all: bool,
-        max_staleness: int,
-        last: int,
-    ):
-        super().__init__(fleet, draw)
-        self._cursor, self._keeps_all = cursor, keeps_all
-        self._ahead = cursor.fork()  # where the next order draws from
-        self._max_staleness, self._last = max_staleness, last
+    def __init__(self, fleet: Fleet, demand: Demand, *, keeps_all: bool):
+        super().__init__(fleet, demand)
+        self._cursor, self._keeps_all = demand.cursor, keeps_all
         self._first: int | None = None  # of the versions that samples may have; None: nothing is ordered yet
         self._ordered = 0  # the last ordered iteration
         self._start: dict[str, Any] | None = None  # where the next order draws from, if it is the first one

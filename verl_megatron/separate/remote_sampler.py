@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.sampler import Draw, KeepGroup, PromptSource
@@ -57,17 +58,25 @@ class Resumed:
 NOTHING = Resumed()
 
 
-class RemoteSampler(ABC):
-    """Stands for the rollout worlds' samplers. All methods are collective over the training world.
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a run's iterations ask of the rollout worlds."""
 
-    Args:
-        draw: of an iteration.
-    """
+    draw: Draw  # of an iteration
+    cursor: PromptCursor  # of the training prompts; orders name where to draw from
+    max_staleness: int  # updates that the weights of samples may lag behind those that train on them
+    last: int  # iteration of the run
+
+
+class RemoteSampler(ABC):
+    """Stands for the rollout worlds' samplers. All methods are collective over the training world."""
 
     pool: RewardPool | None = None  # the reward workers are in the rollout worlds
 
-    def __init__(self, fleet: Fleet, draw: Draw):
-        self._fleet, self._draw, self.world = fleet, draw, fleet.world
+    def __init__(self, fleet: Fleet, demand: Demand):
+        self._fleet, self._draw, self.world = fleet, demand.draw, fleet.world
+        self._ahead = demand.cursor.fork()  # where the next order draws from
+        self._max_staleness, self._last = demand.max_staleness, demand.last
         self._newest = 0  # published version
         self._counts = Counts()
         self._dealt_again = (

@@ -19,14 +19,13 @@ from torch import Tensor
 from parallel.bridge import BridgeLostError, together
 from parallel.runtime.refusal import RefusalError
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
-from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
 WAIT_S = 0.01  # between two questions for samples
 
@@ -35,26 +34,12 @@ class WindowSampler(RemoteSampler):
     """Orders groups as staleness allows, and takes the oldest and the first that are complete.
 
     Args:
-        cursor: of the training prompts.
         keep_group: which groups to train on; the others are dropped, and further prompts take their place.
-        max_staleness: updates that the weights of samples may lag behind those that train on them.
-        last: the last iteration of the run.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        draw: Draw,
-        cursor: PromptCursor,
-        *,
-        keep_group: KeepGroup | None,
-        max_staleness: int,
-        last: int,
-    ):
-        super().__init__(fleet, draw)
+    def __init__(self, fleet: Fleet, demand: Demand, *, keep_group: KeepGroup | None):
+        super().__init__(fleet, demand)
         self._keep_group = keep_group
-        self._ahead = cursor.fork()  # where the next block draws from
-        self._max_staleness, self._last = max_staleness, last
         self._begun = False
         self._next = 0  # number of the next group to order
         self._num_replaced = 0  # groups that were dropped, since the run began
