@@ -10,7 +10,7 @@ from parallel.bridge import STARTED, WORLDS
 from parallel.pulse import Listener, Pulse
 from parallel.runtime import store as stores
 from parallel.sealed_store import SealedStore
-from verl_megatron.launch.lookout import Lookout
+from verl_megatron.launch.lookout import Lookout, Seen
 
 TOKEN = "a secret of the run"
 
@@ -57,17 +57,17 @@ def test_only_time_in_which_one_looks_counts(served):
 
 def test_a_supervisor_hears_which_start_was_given_up_and_tells_ends(served):
     lookout = Lookout(f"{stores.LOCAL}:{served.port}", TOKEN)
-    assert not lookout.has_given_up("rollout:1", 0)
+    assert lookout.look("rollout:1", 0) == Seen()
     part = store_of(served).part("rollout:1")
     part.add(WORLDS, 1)
     part.put(f"{STARTED}/1", "4")
-    assert not lookout.has_given_up("rollout:1", 4)
+    assert lookout.look("rollout:1", 4) == Seen(has_joined=True)
     part.put("gone/1", "no sign of life")
-    assert lookout.has_given_up("rollout:1", 4) and not lookout.has_given_up("rollout:1", 5)
-    assert not lookout.has_given_up("rollout:0", 4)
+    assert lookout.look("rollout:1", 4) == Seen(has_joined=True, was_given_up=True)
+    assert lookout.look("rollout:1", 5) == lookout.look("rollout:0", 4) == Seen()
     part.add(WORLDS, 1)  # it is started again
     part.put(f"{STARTED}/2", "5")
-    assert not lookout.has_given_up("rollout:1", 4) and not lookout.has_given_up("rollout:1", 5)
+    assert lookout.look("rollout:1", 4) == Seen() and not lookout.look("rollout:1", 5).was_given_up
     lookout.tell_end("rollout:1", 4, "too late")
     assert part.get("gone/2") is None
     lookout.tell_end("rollout:1", 5, "it has ended")
@@ -77,4 +77,4 @@ def test_a_supervisor_hears_which_start_was_given_up_and_tells_ends(served):
 def test_a_supervisor_without_a_training_world_goes_on(served):
     lookout = Lookout(f"{stores.LOCAL}:1", TOKEN)
     lookout.tell_end("rollout", 0, "it has ended")
-    assert not lookout.has_given_up("rollout", 0)
+    assert lookout.look("rollout", 0) == Seen()

@@ -1,6 +1,7 @@
 """What a supervisor sees of the bridges between worlds: it ends a world that training has given up."""
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,6 +10,14 @@ from parallel.bridge import GONE, STARTED, newest
 from parallel.sealed_store import SealedStore
 
 TRY_S = 1.0  # for an answer of the training world, which may be starting or ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is known of a start of a world."""
+
+    has_joined: bool = False
+    was_given_up: bool = False  # by training
 
 
 class Lookout:
@@ -24,16 +33,16 @@ class Lookout:
         self._place, self._token = (host, int(port)), token
         self._store: SealedStore | None = None
 
-    def has_given_up(self, name: str, start: int) -> bool:
-        """Whether training has given up a start of a world."""
-        return self._ask(name, start, "") is not None
+    def look(self, name: str, start: int) -> Seen:
+        """Return what the store says of a start of a world."""
+        return self._ask(name, start, "")
 
     def tell_end(self, name: str, start: int, reason: str) -> None:
         """Tell training that a start of a world has ended, which it would see when the next one joins."""
         self._ask(name, start, reason)
 
-    def _ask(self, name: str, start: int, reason: str) -> bytes | None:
-        """Return why a start of a world was given up, which is now `reason` if that is not empty."""
+    def _ask(self, name: str, start: int, reason: str) -> Seen:
+        """Return what is known of a start of a world; with a reason, it is given up."""
         try:
             if self._store is None:
                 socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
@@ -41,10 +50,10 @@ class Lookout:
                 self._store = SealedStore(client, self._token, "bridge/")
             number, part = newest(self._store, name), self._store.part(name)
             if not number or part.get(f"{STARTED}/{number}") != str(start).encode():
-                return None  # it has not joined
+                return Seen()
             if reason:
                 part.put(f"{GONE}/{number}", reason)
-            return part.get(f"{GONE}/{number}")
+            return Seen(has_joined=True, was_given_up=part.get(f"{GONE}/{number}") is not None)
         except (OSError, RuntimeError):  # the store is not served yet, or no longer
             self._store = None
-            return None
+            return Seen()

@@ -145,11 +145,11 @@ class _World:
         self.attempt, self.ended_at = 0, 0.0
         self._environment = environment | _gpus(part, call) | ({} if part.trains else QUICK)
         self._process: subprocess.Popen | None = None
-        self.given_up_at = 0.0  # by training
+        self.has_joined, self.given_up_at = False, 0.0  # training; by training
 
     def start(self, attempt: int) -> None:
         """Start the ranks, for the first time or again."""
-        self.attempt, self.ended_at, self.given_up_at = attempt, 0.0, 0.0
+        self.attempt, self.ended_at, self.has_joined, self.given_up_at = attempt, 0.0, False, 0.0
         # Signals reach this process alone, which decides what becomes of each world.
         environment = self._environment | {START: str(attempt)}
         self._process = subprocess.Popen(self._command(), env=environment, process_group=0)
@@ -230,7 +230,7 @@ class _Supervisor:
                 self._hear()
                 for world in self._worlds:
                     self._look_at(world)
-                self._end_given_up()
+                self._look_out()
                 time.sleep(POLL_S)
             self._end(int(status))
             return int(status)
@@ -272,7 +272,7 @@ class _Supervisor:
         elif status and (world.part.is_alone or time.monotonic() > world.ended_at + OTHERS_S):
             self._board.write(STATUS, str(status))
 
-    def _end_given_up(self) -> None:
+    def _look_out(self) -> None:
         """End the worlds that training has given up and that do not end by themselves: they start again."""
         now = time.monotonic()
         if now < self._looked_at + LOOK_S:
@@ -281,7 +281,9 @@ class _Supervisor:
         for world in self._worlds:
             if world.part.trains or world.status() is not None:
                 continue
-            if self._lookout.has_given_up(world.part.name, world.attempt):
+            seen = self._lookout.look(world.part.name, world.attempt)
+            world.has_joined |= seen.has_joined
+            if seen.was_given_up:
                 world.given_up_at = world.given_up_at or now
                 if now > world.given_up_at + GRACE_S:
                     world.send(signal.SIGKILL)  # its ranks end with it
@@ -294,10 +296,11 @@ class _Supervisor:
 
     def _end(self, status: int) -> None:
         """End this host's worlds after the run; host 0, which serves the board, leaves last."""
-        end = time.monotonic() + (LAST_WORDS_S if status else ENDING_S)
+        begin = time.monotonic()
         for world in self._worlds:
+            within_s = ENDING_S if world.has_joined and not status else LAST_WORDS_S
             is_over = status and not world.part.trains
-            world.end(within_s=0 if is_over else max(0.0, end - time.monotonic()))
+            world.end(within_s=0 if is_over else max(0.0, begin + within_s - time.monotonic()))
         end = time.monotonic() + LEAVING_S
         with suppress(BoardLostError):  # all is done
             self._board.write(f"left/{self._call.node_rank}", "")

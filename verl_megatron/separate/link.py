@@ -220,6 +220,10 @@ class RolloutLink:
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
+            self._versions.begin_close()
+            while not self._versions.closed:
+                self.bridge.check()  # a rank of it may be stopped
+                self.bridge.pause()
             self._versions.close()
         except (BridgeLostError, RuntimeError):
             pass  # it has ended, which is what is wanted

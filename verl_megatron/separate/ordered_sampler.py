@@ -54,7 +54,7 @@ class _Collection:
     @property
     def num_tokens(self) -> int:
         """Response tokens of these."""
-        return sum(int(part.batch["response_mask"].sum()) for part in self.samples)
+        return sum(part.num_tokens for part in self.samples)
 
 
 class OrderedSampler(RemoteSampler):
@@ -270,6 +270,9 @@ class OrderedSampler(RemoteSampler):
     def _arrived(self, part: _Part, cursor: dict[str, Any] | None) -> None:
         """Count the samples of a part; with dynamic sampling, note where the next order draws from."""
         assert part.samples is not None
+        for made in part.samples:
+            tokens = made.num_tokens + made.dropped_tokens
+            self._add_rate(part.place, made.replica, tokens=tokens, seconds=made.seconds)
         dropped = sum(samples.num_dropped for samples in part.samples)
         self._counts.sampled += dropped + sum(len(samples.batch["sample_id"]) for samples in part.samples)
         self._counts.drop(dropped, sum(samples.dropped_tokens for samples in part.samples))

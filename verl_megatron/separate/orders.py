@@ -76,6 +76,13 @@ class Samples:
     sums: dict[str, dict]  # state of `Sums`
     num_dropped: int = 0  # samples that dynamic sampling has left out
     dropped_tokens: int = 0  # response tokens of these
+    replica: int = 0  # of the world that made them
+    seconds: float = 0.0  # for which that generated and scored
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens."""
+        return int(self.batch["response_mask"].sum())
 
 
 # ---- async.buffer=window ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.observe.rates import Rates
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.sampler import Draw, KeepGroup, PromptSource
 from verl_megatron.separate.fleet import Fleet
@@ -78,6 +79,7 @@ class RemoteSampler(ABC):
         self._ahead = demand.cursor.fork()  # where the next order draws from
         self._max_staleness, self._last = demand.max_staleness, demand.last
         self._newest = 0  # published version
+        self._rates = Rates(self.world)
         self._counts = Counts()
         self._dealt_again = (
             0  # prompts whose samples a world that ended has not made, since the last collection
@@ -139,7 +141,13 @@ class RemoteSampler(ABC):
     def _in_flight(self) -> int:
         """This rank's training samples that have arrived and wait for their iteration."""
 
+    def _add_rate(self, place: int, replica: int, *, tokens: int, seconds: float) -> None:
+        """Note what a replica of a world has made."""
+        name = f"replica {replica} of the {self._fleet.worlds[place].name} world"
+        self._rates.add(name, tokens=tokens, seconds=seconds)
+
     def _add_counts(self, sums: Sums) -> None:
+        self._rates.review(sums)
         sums.add("async/dealt_again", self._dealt_again, 1)
         self._dealt_again, share = 0, 1 / self.world.size  # the sums of all ranks
         counts = asdict(self._counts) | {"in_flight": self._in_flight()}

@@ -234,14 +234,17 @@ class WindowSampler(RemoteSampler):
         """Receive what is complete, and tell all ranks of it."""
         new: list[GroupSamples] = []
         for place, link in list(self._fleet.links.items()):
-            fetch = partial(link.fetch, self._own_replicas(place))
+            own = self._own_replicas(place)
+            fetch = partial(link.fetch, own)
             try:
                 replies = together(self.world, fetch)
             except BridgeLostError as error:
                 self._deal_again(place, str(error), since)
                 continue
-            for reply in replies:
+            for replica, reply in zip(own, replies):
                 new += reply.groups
+                tokens = sum(group.num_tokens for group in reply.groups)
+                self._add_rate(place, replica, tokens=tokens, seconds=reply.busy_s)
                 self._load.merge(Sums.from_state(reply.sums))
                 self._interrupted += reply.interrupted
                 self._aborted_tokens += reply.aborted_tokens
