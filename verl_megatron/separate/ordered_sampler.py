@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -224,22 +224,16 @@ class OrderedSampler(RemoteSampler):
 
     def _give(self, part: _Part) -> None:
         """Give an order to the world whose share it is; if that is not there, to the one with least to do."""
-        while True:
-            able = [
-                place for place in self._fleet.links if self._fleet.can_provide(place, part.order.version)
-            ]
-            if not able:
-                self._fleet.admit_any()
-                continue
-            load = Counter(other.place for other in self._waiting)
-            place = part.home if part.home in able else min(able, key=lambda place: (load[place], place))
-            try:
-                self._fleet.provide(place, part.order.version)
-                number = self._fleet.links[place].give(part.order)
-            except BridgeLostError:
-                number = -1  # on this rank; it is noticed on all when the samples are received
-            part.place, part.number = place, number
-            return
+        fleet, version, part.place = self._fleet, part.order.version, -1
+        while not (able := [place for place in fleet.links if fleet.can_provide(place, version)]):
+            self._give_again(self._joined(fleet.admit_able(version)))
+        load = Counter(other.place for other in self._waiting)
+        part.place = part.home if part.home in able else min(able, key=lambda each: (load[each], each))
+        try:
+            fleet.provide(part.place, version)
+            part.number = fleet.links[part.place].give(part.order)
+        except BridgeLostError:
+            part.number = -1  # on this rank; it is noticed on all when the samples are received
 
     # ---- samples -------------------------------------------------------------------------------------------
 
@@ -296,7 +290,9 @@ class OrderedSampler(RemoteSampler):
 
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
-        for place in self._joined(since):
-            for part in self._waiting:
-                if part.place == place:  # ordered of the world before it
-                    self._give(part)
+        self._give_again(self._joined(self._fleet.admit_any(), since))
+
+    def _give_again(self, places: Sequence[int]) -> None:
+        """Give what was ordered of the worlds that were in these places before."""
+        for part in [part for part in self._waiting if part.place in places]:
+            self._give(part)

@@ -155,13 +155,12 @@ class RemoteSampler(ABC):
         for name, count in counts.items():
             sums.add(f"async/samples_{name}", count, share)
 
-    def _joined(self, since: float | None = None) -> list[int]:
-        """Join the worlds that have come, and wait for one if none is left; return their places.
+    def _joined(self, joined: Sequence[int], since: float | None = None) -> Sequence[int]:
+        """Say that worlds have joined; return their places.
 
         Args:
             since: since when training has waited for samples of a world that was lost.
         """
-        joined = self._fleet.admit_any()
         for place in joined:
             said = "it generates"
             if since is not None:

@@ -298,7 +298,7 @@ class WindowSampler(RemoteSampler):
 
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
-        for place in self._joined(since):
+        for place in self._joined(self._fleet.admit_any(), since):
             self._give(self._table.incomplete(place))  # ordered of the world before it
 
     def _in_flight(self) -> int:
