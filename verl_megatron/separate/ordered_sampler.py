@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.orders import Order, Samples, cursor_key
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
+LOOK_S = 0.02  # between two looks at what has come
+
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
@@ -30,6 +33,7 @@ class _Part:
     place: int = -1  # of the world that makes it
     number: int = -1  # of its order there
     samples: list[Samples] | None = None  # this rank's; None: they have not arrived
+    early: list[Samples] | None = None  # the same, before all ranks have theirs
 
 
 @dataclass(kw_only=True)
@@ -79,6 +83,10 @@ class OrderedSampler(RemoteSampler):
         self._restored: dict[int, _Collection] = {}  # by iteration, from a checkpoint
         self._received: list[Samples] = []  # of the last collection
         self._behind = 0  # versions, of the last collection
+        self._receiving: _Part | None = None
+        self._looked_at = 0.0
+        if self._max_staleness:
+            fleet.chores.append(self._look)
 
     def needs(self, version: int) -> bool:
         return version + 1 + self._max_staleness <= self._last
@@ -110,12 +118,10 @@ class OrderedSampler(RemoteSampler):
             self._receive(collection)
         self._received = collection.samples
         self._fleet.forget(before=min([self._newest, *(part.order.version for part in self._waiting)]))
-        parts = [RolloutBatch(**samples.batch) for samples in self._received]
-        return (
-            RolloutBatch.concatenate(parts)
-            if parts
-            else batch_of([], [], Numbers(), draw, policy_version=version)
-        )
+        batch = _batch_of(self._received, draw, version)
+        if self.follower is not None and isinstance(source, TrainingPrompts):
+            self.follower.collected(iteration, batch)
+        return batch
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
         """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
@@ -251,15 +257,43 @@ class OrderedSampler(RemoteSampler):
             self._waiting = [other for other in self._waiting if other is not part]
             if part.order.iteration:
                 self._arrived(part, cursor)
+                self._tell(part.order.iteration)
 
     def _receive_part(self, part: _Part) -> tuple[list[Samples], dict[str, Any] | None]:
         if part.number < 0:
             raise BridgeLostError(f"the {self._fleet.worlds[part.place].name} world has ended")
         link, cursor = self._fleet.links[part.place], None
-        samples = link.receive(part.number, part.order)
+        self._receiving = part
+        samples = link.receive(part.number, part.order) if part.early is None else part.early
         if part.order.iteration and not self._keeps_all:
             cursor = pickle.loads(link.bridge.value(cursor_key(part.number)))
         return samples, cursor
+
+    def _look(self) -> None:
+        """Receive what has come of the next iterations, so that its scores can be computed."""
+        now = time.monotonic()
+        if self.follower is None or now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        for place, link in self._fleet.links.items():
+            missing = [part for part in self._waiting if part.place == place and part.early is None]
+            part = min(missing, key=lambda part: part.number, default=None)
+            if part is None or part is self._receiving or part.number < 0 or not part.order.iteration:
+                continue
+            try:
+                if link.has_made(part.number, part.order):
+                    part.early = link.receive(part.number, part.order)
+                    self._tell(part.order.iteration)
+            except BridgeLostError:
+                pass  # noticed on all ranks when the samples are needed
+
+    def _tell(self, iteration: int) -> None:
+        """Tell of an iteration whose samples are all here."""
+        collection = self._collections[iteration]
+        found = [part.early if part.samples is None else part.samples for part in collection.parts]
+        if self.follower is not None and None not in found:
+            samples = list(chain.from_iterable(filter(None, found)))
+            self.follower.arrived(iteration, _batch_of(samples, self._draw, collection.version))
 
     def _arrived(self, part: _Part, cursor: dict[str, Any] | None) -> None:
         """Count the samples of a part; with dynamic sampling, note where the next order draws from."""
@@ -281,7 +315,7 @@ class OrderedSampler(RemoteSampler):
         """Deal the missing shares of a world that has ended out to others, or to the one that follows it."""
         orphans = [part for part in self._waiting if part.place == place]
         for part in orphans:
-            part.place = -1
+            part.place, part.early = -1, None
             self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
         self._fleet.lose(place, reason)
         self._admit(since)
@@ -296,3 +330,10 @@ class OrderedSampler(RemoteSampler):
         """Give what was ordered of the worlds that were in these places before."""
         for part in [part for part in self._waiting if part.place in places]:
             self._give(part)
+
+
+def _batch_of(samples: list[Samples], draw: Draw, version: int) -> RolloutBatch:
+    """Return samples as one batch."""
+    if samples:
+        return RolloutBatch.concatenate([RolloutBatch(**part.batch) for part in samples])
+    return batch_of([], [], Numbers(), draw, policy_version=version)

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -59,6 +59,16 @@ class Resumed:
 NOTHING = Resumed()
 
 
+class Follower(Protocol):
+    """Works on samples that arrive before their iteration begins."""
+
+    def arrived(self, iteration: int, batch: RolloutBatch) -> None:
+        """This rank has its samples of an iteration."""
+
+    def collected(self, iteration: int, batch: RolloutBatch) -> None:
+        """The iteration begins, on all ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demand:
     """What a run's iterations ask of the rollout worlds."""
@@ -85,6 +95,7 @@ class RemoteSampler(ABC):
             0  # prompts whose samples a world that ended has not made, since the last collection
         )
         self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
+        self.follower: Follower | None = None
 
     @abstractmethod
     def needs(self, version: int) -> bool:

@@ -4,35 +4,51 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, losing, newest, open_store, together
 from parallel.pulse import Listener
 from parallel.rank_set import RankSet
-from parallel.sealed_store import SealedStore
 from verl_megatron.model_specs import ServingWorld
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served
 
 
-@dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the training world meets the worlds that serve it."""
+    """Where the training world meets the worlds that serve it. Serves the store of the bridges.
 
-    world: RankSet  # all training ranks
-    store: SealedStore  # of the bridges
-    beat: Callable[[], None]  # called again and again while this rank waits for another world
-    say: Callable[[str], None]  # prints a message on one rank
-    patience_s: float  # with a world that shows no sign of life; 0: any number of seconds
+    Args:
+        world: all training ranks.
+        beat: tells the watchdog that this rank is at work.
+        patience_s: with a world that shows no sign of life; 0: any number of seconds.
 
-    @classmethod
-    def open(cls, world: RankSet, beat: Callable[[], None], *, patience_s: float) -> "Meeting":
-        """Serve the store and connect to it; errors as of `open_store`."""
-        say = partial(print, flush=True) if world.is_first else lambda text: None
-        store = open_store(world, serves=True, wait=beat)
-        return cls(world=world, store=store, beat=beat, say=say, patience_s=patience_s)
+    Raises:
+        ValueError: the environment names no store.
+    """
+
+    def __init__(self, world: RankSet, beat: Callable[[], None], *, patience_s: float):
+        self.world, self.patience_s, self._beat = world, patience_s, beat
+        self.store = open_store(world, serves=True, wait=beat)
+        self.chores: list[Callable[[], None]] = []  # done by `work`; they do not wait for other ranks
+        self._is_at_chores = False
+
+    def work(self) -> None:
+        """Do the chores; called again and again while this rank waits or computes."""
+        self._beat()
+        if self._is_at_chores:
+            return
+        self._is_at_chores = True
+        try:
+            for chore in self.chores:
+                chore()
+        finally:
+            self._is_at_chores = False
+
+    def say(self, text: str) -> None:
+        """Print a message on one rank."""
+        if self.world.is_first:
+            print(text, flush=True)
 
 
 class Link(Protocol):
@@ -78,9 +94,14 @@ class Roster(ABC, Generic[AnyLink]):
             BridgeLostError: the world ended meanwhile.
         """
 
+    @property
+    def chores(self) -> list[Callable[[], None]]:
+        """What this rank does now and then while it waits or computes; see `Meeting`."""
+        return self._meeting.chores
+
     def work(self) -> None:
         """Give up worlds that show no sign of life; called again and again while this rank waits."""
-        self._meeting.beat()
+        self._meeting.work()
         for place, listener in self._listeners.items():
             with suppress(BridgeLostError), losing("the training world has ended"):
                 if silent := listener.silent():
