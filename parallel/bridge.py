@@ -13,8 +13,6 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 """
 
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import device
+from parallel.pulse import Pulse
 from parallel.rank_set import RankSet
 from parallel.runtime import store as stores
 from parallel.runtime.refusal import short_repr
@@ -34,6 +33,7 @@ from parallel.sealed_store import SealedStore
 
 T = TypeVar("T")
 ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
+START = "VERL_MEGATRON_START"  # and, of a world that is started again after a fault, which start it is
 POLL_S = 0.002  # between two looks at the store
 JOIN_S = 600.0  # until the other world has started, or started again
 CONNECT_S = 60.0  # until all ranks, which have all started, are connected
@@ -42,6 +42,7 @@ QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is not
 
 
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
+STARTED, GONE = "started", "gone"  # before a bridge's number: which start has joined; why it was given up
 
 
 class BridgeLostError(RuntimeError):
@@ -63,14 +64,6 @@ def together(own: RankSet, step: Callable[[], T]) -> T:
     if reasons := list(filter(None, own.all_gather_object(reason))):
         raise BridgeLostError(reasons[0])
     return result
-
-
-def new_address() -> dict[str, str]:
-    """Return the environment variables of a new bridge on this host."""
-    with socket.socket() as listener:
-        listener.bind((stores.LOCAL, 0))
-        port = listener.getsockname()[1]
-    return {ADDRESS: f"{stores.LOCAL}:{port}", TOKEN: secrets.token_hex(16)}
 
 
 def given_address() -> tuple[str, int]:
@@ -127,6 +120,7 @@ class Bridge:
     store: SealedStore  # what is this bridge's alone
     wait: Callable[[], None]  # called while waiting for the other world, on the thread that has joined
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _pulses: list[Pulse] = field(default_factory=list)  # of this rank, if its world serves
     _thread: int = field(default_factory=threading.get_ident)
 
     @classmethod
@@ -169,6 +163,8 @@ class Bridge:
             store=root.part(str(number)),
             wait=wait,
         )
+        if not trains:
+            bridge._pulses.append(Pulse(bridge.store, bridge.rank))
         bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_serving}")
         for rank in range(bridge.size):
             within_s = (
@@ -233,6 +229,8 @@ class Bridge:
 
     def abandon(self) -> None:
         """Let go of the groups of a lost bridge, so that operations which wait for its ranks end."""
+        for pulse in self._pulses:
+            pulse.stop()
         for group in self._groups if device.is_gpu() else []:
             group._get_backend(device.device()).abort()
         self._groups.clear()
@@ -258,10 +256,22 @@ class Bridge:
             return self.store.get(key)
 
     def check(self) -> None:
-        """Raise a `BridgeLostError` if either world has ended: another of this name has joined then."""
+        """Raise a `BridgeLostError` if either world has ended, or was given up."""
         with losing("the training world has ended"):
             if self.root.add(WORLDS, 0) != self.number:
                 raise BridgeLostError(f"the {self.name} world has ended")
+            if (reason := self.root.get(f"{GONE}/{self.number}")) is not None:
+                raise BridgeLostError(reason.decode())
+
+    def give_up(self, reason: str) -> bool:
+        """Let all ranks of both worlds take the world that serves for lost; return whether this one is first.
+
+        Raises:
+            BridgeLostError: the training world's store is gone.
+        """
+        with losing("the training world has ended"):
+            self.root.put(f"{GONE}/{self.number}", reason)
+            return self.root.add(f"{GONE}/{self.number}/times", 1) == 1
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.
@@ -331,6 +341,7 @@ def _next_number(own: RankSet, root: SealedStore) -> int:
         try:
             with losing("the training world has ended"):
                 number = root.add(WORLDS, 1)
+                root.put(f"{STARTED}/{number}", os.environ.get(START, ""))
         except BridgeLostError as error:
             problem = str(error)
     number, problem = own.broadcast_object((number, problem))

@@ -1,13 +1,64 @@
 """Python objects from rank to rank of a bridge."""
 
 import pickle
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.bridge import Bridge, losing
+from parallel.bridge import POLL_S, Bridge, losing
+
+LAST_S = 5.0  # for a send that has begun
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parcel:
+    """An object that was announced."""
+
+    key: str
+    to: int
+    payload: Tensor  # uint8
+
+
+class Outbox:
+    """A thread that goes on with what waits for other ranks, in whatever order they are ready."""
+
+    def __init__(self):
+        self._steps: list[Callable[[], bool]] = []
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, step: Callable[[], bool]) -> None:
+        """Call a function again and again until it returns True."""
+        self._steps.append(step)
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread; what waits is not done any more."""
+        self._is_closed = True
+        self._thread.join(LAST_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                for step in list(self._steps):
+                    if step():
+                        self._steps.remove(step)
+                time.sleep(POLL_S)
+        except Exception as error:  # of the run; raised where somebody waits
+            self._error = error
 
 
 class Parcels:
@@ -27,13 +78,30 @@ class Parcels:
         Raises:
             BridgeLostError: the other world has ended.
         """
+        parcel = self._announce(value, to=to, label=label)
+        while not self._deliver(parcel):  # may take long; waiting inside `send` could not be interrupted
+            self._bridge.pause()
+
+    def post(self, outbox: Outbox, value: Any, *, to: int, label: str) -> None:
+        """Send an object in the background, whenever it is asked for; errors as of `send`."""
+        outbox.add(partial(self._deliver, self._announce(value, to=to, label=label)))
+
+    def _announce(self, value: Any, *, to: int, label: str) -> _Parcel:
         key = self._key(label, self._bridge.rank, to)
         sealed = self._bridge.store.seal(key, pickle.dumps(value))
         payload = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
         self._bridge.put(key, str(len(payload)).encode())
-        self._bridge.take(f"{key}/wanted")  # may take long; waiting inside `send` could not be interrupted
+        return _Parcel(key=key, to=to, payload=payload)
+
+    def _deliver(self, parcel: _Parcel) -> bool:
+        """Send a parcel if its receiver asks for it; return whether that is done."""
+        wanted = f"{parcel.key}/wanted"
+        if not self._bridge.has(wanted):
+            return False
+        self._bridge.drop(wanted)
         with losing("sending samples"):
-            self._group.send([payload], to, 0).wait()
+            self._group.send([parcel.payload], parcel.to, 0).wait()
+        return True
 
     def receive(self, *, source: int, label: str) -> Any:
         """Wait for the object with this label, and return it. Objects of a rank come in its order.
@@ -54,6 +122,10 @@ class Parcels:
                 self._bridge.pause()
             received.result()
         return pickle.loads(self._bridge.store.unseal(key, payload.numpy().tobytes()))
+
+    def has_come(self, *, source: int, label: str) -> bool:
+        """Whether `receive` need not wait for the sender; errors as of `receive`."""
+        return self._bridge.has(self._key(label, source, self._bridge.rank))
 
     def _key(self, label: str, source: int, to: int) -> str:
         return f"{self._name}/{label}/{source}/{to}"

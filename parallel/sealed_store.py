@@ -3,6 +3,8 @@
 The token itself is nowhere in the store, neither in keys nor in values.
 """
 
+from typing import Any
+
 import torch.distributed as dist
 
 from parallel.runtime.seal import seal, unseal
@@ -19,6 +21,11 @@ class SealedStore:
 
     def __init__(self, store: dist.Store, token: str, prefix: str = ""):
         self._store, self._token, self._prefix = store, token, prefix
+
+    def clone(self) -> "SealedStore":
+        """Return the same keys over a connection of its own, for another thread."""
+        store: Any = self._store  # torch does not declare it
+        return SealedStore(store.clone(), self._token, self._prefix)
 
     def part(self, name: str) -> "SealedStore":
         """Return the keys below a name."""

@@ -1,6 +1,6 @@
 """Components of a run and their construction: process groups, vLLM, models, data, rewards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,8 +128,9 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     """
     dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
-    models = _Models(config, watchdog, world)
-    meeting = Meeting.open(world, watchdog.beat) if has_worlds(config) else None
+    stall_s = config.run.stall_timeout_s
+    meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
+    models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (
@@ -138,11 +139,14 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         else _separate(config, models, source, draw, meeting)
     )
     scoring = ScoringFleet(config, meeting) if meeting is not None else None
+    scorers = {}
+    if scoring is not None:
+        scorers = remote_scorers(scoring, generation.sampler, with_greedy=draw.with_greedy)
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
     )
     learner = Learner(
-        models.roles | (remote_scorers(scoring) if scoring is not None else {}),
+        models.roles | scorers,
         config=replace(config.algorithm, correction=correction_of(config)),
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
@@ -278,8 +282,8 @@ class _Models:
     Where it uses Megatron's memory, the actor is built first.
     """
 
-    def __init__(self, config: TrainerConfig, watchdog: Watchdog, world: RankSet):
-        self.config, self.watchdog, self.world = config, watchdog, world
+    def __init__(self, config: TrainerConfig, world: RankSet, *, progress: Callable[[], None]):
+        self.config, self.world, self._progress = config, world, progress
         self.clock, arch = PhaseTimer(device.synchronize), read_architecture(config.actor.path)
         self._actor_layout = self._train = layout_of(config.actor, world.size)
         specs = models_of(config)
@@ -321,7 +325,7 @@ class _Models:
             critic=config.critic,
             seed=config.run.seed,
             temperature=config.rollout.temperature,
-            progress=self.watchdog.beat,
+            progress=self._progress,
         )
         with self.clock.phase(spec.name):
             role = make_role(

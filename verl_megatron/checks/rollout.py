@@ -98,8 +98,8 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
         devices = named_devices(config)
         problems.append(
             f"{devices} {'leave' if ' and ' in devices else 'leaves'} "
-            f"{counted(num_training_ranks(config), 'rank')} to train, and {world_size} were started for that; "
-            "start them with verl-megatron train"
+            f"{counted(num_training_ranks(config), 'rank')} to train, and {world_size} were started "
+            "for that; start them with verl-megatron train"
         )
     if not rollout.devices:
         return problems

@@ -153,9 +153,9 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0 if fits else NO_ROOM
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate:
-        from verl_megatron.launch.worlds import start_worlds
+        from verl_megatron.launch.supervisor import supervise_here
 
-        start_worlds(training.module, rest, devices, restarts=given.max_restarts)
+        sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
 
 

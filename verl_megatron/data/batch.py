@@ -69,6 +69,11 @@ class RolloutBatch:
         first = int(self.lengths[b]) - len(is_target)
         self.response_mask[b, first : first + len(is_target)] = torch.tensor(is_target)
 
+    @property
+    def num_response_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return int(self.response_mask.sum())
+
     def set_behind(self, newest: int) -> None:
         """Set `behind` of samples to train on with weights of version `newest`."""
         versions_BT = self.token_versions

@@ -27,13 +27,10 @@ from verl_megatron.launch.hosts import Part, place_worlds
 from verl_megatron.model_specs import (
     has_worlds,
     is_separate,
-    layout_of,
     models_of,
-    models_of_world,
     num_ranks,
     num_training_ranks,
     rollout_worlds,
-    scoring_worlds,
 )
 from verl_megatron.planner import Machine, PlannedRun, find_machine, plan_memory, report, supervised_report
 from verl_megatron.planner.machine import GIB
@@ -203,11 +200,8 @@ def _worlds(run: PlannedRun, placed: list[Part], machine: Machine) -> list[str]:
     kinds, lines = plan_memory(run, machine).kinds if placed else (), []
     models = ", ".join(f"{role.name} {role.layout}" for role in run.roles)
     scored = {}
-    for world in scoring_worlds(run.config):
-        specs = models_of_world(run.config, world)
-        scored[world.name] = ", ".join(
-            f"{spec.name} {layout_of(spec.model, len(world.ranks))}" for spec in specs
-        )
+    for planned in run.scoring:
+        scored[planned.world.name] = ", ".join(f"{role.name} {role.layout}" for role in planned.roles)
     for part in (part for part in placed if part.host == part.hosts[0]):
         first = part.host * run.ranks_per_host + part.local.start
         ranks = range(first, first + len(part.hosts) * len(part.local))

@@ -37,6 +37,21 @@ class Call:
     arguments: list[str]
 
     @classmethod
+    def here(cls, module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> "Call":
+        """Return the call for all ranks on this host alone."""
+        return cls(
+            nnodes=1,
+            node_rank=0,
+            nproc_per_node=ranks,
+            max_restarts=restarts,
+            rdzv_id="verl_megatron",
+            endpoint=("127.0.0.1", 29500),  # of several hosts; unused
+            address="127.0.0.1",
+            module=module,
+            arguments=list(arguments),
+        )
+
+    @classmethod
     def read(cls, arguments: Sequence[str]) -> "Call":
         """Read a command line of `recipes/launch/local.sh`."""
         place = list(arguments).index("-m")

@@ -74,6 +74,10 @@ class Fleet(Roster[RolloutLink]):
         """Join the worlds that have come, and wait for one if none is there; as of `admit`."""
         return self.admit(until=lambda: bool(self.links))
 
+    def admit_able(self, version: int) -> list[int]:
+        """Join the worlds that have come, and wait for one that can get a version; as of `admit`."""
+        return self.admit(until=lambda: any(self.can_provide(place, version) for place in self.links))
+
     def _connect(self, place: int, number: int) -> RolloutLink:
         keep = partial(self._keep, len(self.worlds[place].ranks)) if self._keeps else None
         return RolloutLink(self._end, self.worlds[place], number=number, keep=keep)
@@ -91,16 +95,17 @@ class Fleet(Roster[RolloutLink]):
     def send(self, version: int) -> None:
         """Begin to send the present weights to all worlds; the weights may change at once.
 
-        A world that is found lost gets what it needs when the next one has joined.
+        A world that is not there, or found lost, gets what it needs when the next one has joined.
         """
         self.version = version
-        is_complete = bool(self.links)
+        kept_for = set()  # sizes of worlds
         for link in self.links.values():
             try:
                 link.send(version)
+                kept_for.add(len(link.served_by.ranks))
             except BridgeLostError:
-                is_complete = False
-        if self._keeps and not is_complete:
+                pass
+        if self._keeps and kept_for != {len(world.ranks) for world in self.worlds}:
             self._keep(0, version, self._source.tensors)
 
     def is_unchanged(self) -> bool:

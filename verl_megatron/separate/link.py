@@ -196,15 +196,24 @@ class RolloutLink:
         Raises:
             BridgeLostError: the rollout world has ended.
         """
-        bridge = self.bridge
-        owners = bridge.serving_ranks[:: self._tp]
-        samples = [
-            self._parcels.receive(source=owner, label=str(number))
-            for replica, owner in enumerate(owners)
-            if owner_of(order.share.first, replica, bridge.num_training) == bridge.rank
-        ]
+        sources = self._sources(order)
+        samples = [self._parcels.receive(source=source, label=str(number)) for source in sources]
         self.has_served = True
         return samples
+
+    def has_made(self, number: int, order: Order) -> bool:
+        """Whether `receive` need not wait for the rollout world; errors as of `receive`."""
+        sources = self._sources(order)
+        return all(self._parcels.has_come(source=source, label=str(number)) for source in sources)
+
+    def _sources(self, order: Order) -> list[int]:
+        """Return the ranks whose samples of an order this rank owns."""
+        bridge = self.bridge
+        return [
+            source
+            for replica, source in enumerate(bridge.serving_ranks[:: self._tp])
+            if owner_of(order.share.first, replica, bridge.num_training) == bridge.rank
+        ]
 
     # ---- the end -------------------------------------------------------------------------------------------
 
@@ -220,6 +229,10 @@ class RolloutLink:
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
+            self._versions.begin_close()
+            while not self._versions.closed:
+                self.bridge.check()  # a rank of it may be stopped
+                self.bridge.pause()
             self._versions.close()
         except (BridgeLostError, RuntimeError):
             pass  # it has ended, which is what is wanted

@@ -2,39 +2,60 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, newest, open_store, together
+from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, losing, newest, open_store, together
+from parallel.pulse import Listener
 from parallel.rank_set import RankSet
-from parallel.sealed_store import SealedStore
 from verl_megatron.model_specs import ServingWorld
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served
 
 
-@dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the training world meets the worlds that serve it."""
+    """Where the training world meets the worlds that serve it. Serves the store of the bridges.
 
-    world: RankSet  # all training ranks
-    store: SealedStore  # of the bridges
-    beat: Callable[[], None]  # called again and again while this rank waits for another world
-    say: Callable[[str], None]  # prints a message on one rank
+    Args:
+        world: all training ranks.
+        beat: tells the watchdog that this rank is at work.
+        patience_s: with a world that shows no sign of life; 0: any number of seconds.
 
-    @classmethod
-    def open(cls, world: RankSet, beat: Callable[[], None]) -> "Meeting":
-        """Serve the store and connect to it; errors as of `open_store`."""
-        say = partial(print, flush=True) if world.is_first else lambda text: None
-        return cls(world=world, store=open_store(world, serves=True, wait=beat), beat=beat, say=say)
+    Raises:
+        ValueError: the environment names no store.
+    """
+
+    def __init__(self, world: RankSet, beat: Callable[[], None], *, patience_s: float):
+        self.world, self.patience_s, self._beat = world, patience_s, beat
+        self.store = open_store(world, serves=True, wait=beat)
+        self.chores: list[Callable[[], None]] = []  # done by `work`; they do not wait for other ranks
+        self._is_at_chores = False
+
+    def work(self) -> None:
+        """Do the chores; called again and again while this rank waits or computes."""
+        self._beat()
+        if self._is_at_chores:
+            return
+        self._is_at_chores = True
+        try:
+            for chore in self.chores:
+                chore()
+        finally:
+            self._is_at_chores = False
+
+    def say(self, text: str) -> None:
+        """Print a message on one rank."""
+        if self.world.is_first:
+            print(text, flush=True)
 
 
 class Link(Protocol):
     """The exchange with a world over one bridge, until either ends."""
 
-    bridge: Bridge
+    @property
+    def bridge(self) -> Bridge: ...
 
     @property
     def has_served(self) -> bool:
@@ -63,6 +84,7 @@ class Roster(ABC, Generic[AnyLink]):
         self.links: dict[int, AnyLink] = {}  # of the worlds that are there, by place in `worlds`
         self._numbers = [0] * len(worlds)  # of the newest bridge that was joined
         self._fruitless = [0] * len(worlds)
+        self._listeners: dict[int, Listener] = {}  # to the worlds that are there
 
     @property
     def bridges(self) -> list[tuple[Bridge, Sequence[int]]]:
@@ -77,9 +99,27 @@ class Roster(ABC, Generic[AnyLink]):
             BridgeLostError: the world ended meanwhile.
         """
 
+    @property
+    def chores(self) -> list[Callable[[], None]]:
+        """What this rank does now and then while it waits or computes; see `Meeting`."""
+        return self._meeting.chores
+
     def work(self) -> None:
-        """Called again and again while this rank waits."""
-        self._meeting.beat()
+        """Give up worlds that show no sign of life; called again and again while this rank waits."""
+        self._meeting.work()
+        for place, listener in self._listeners.items():
+            with suppress(BridgeLostError), losing("the training world has ended"):
+                if silent := listener.silent():
+                    self._give_up(place, silent)
+
+    def _give_up(self, place: int, silent: Mapping[int, float]) -> None:
+        """Take a world for lost; this is noticed on all ranks when what it makes is received."""
+        bridge, name = self.links[place].bridge, self.worlds[place].name
+        ranks = ", ".join(str(rank - bridge.num_training) for rank in silent)
+        named = f"rank{'s' * (len(silent) > 1)} {ranks} of the {name} world"
+        reason = f"{named} gave no sign of life for {max(silent.values()):.0f} s (stopped, or out of reach)"
+        if bridge.give_up(reason):
+            print(f"{reason}; its work is dealt out again", flush=True)
 
     def admit(self, *, until: Callable[[], bool] = lambda: True) -> list[int]:
         """Join the worlds that have come since the last call, and return their places.
@@ -98,8 +138,10 @@ class Roster(ABC, Generic[AnyLink]):
                     self.lose(place, "another has joined")
                 self._numbers[place] = number
                 try:
-                    self.links[place] = together(self.world, partial(self._connect, place, number))
+                    self.links[place] = link = together(self.world, partial(self._connect, place, number))
                     joined.append(place)
+                    ranks = link.bridge.serving_ranks
+                    self._listeners[place] = Listener(link.bridge.store, ranks, self._meeting.patience_s)
                 except BridgeLostError:
                     continue  # it ended meanwhile; the next one may come
             if until():
@@ -128,6 +170,7 @@ class Roster(ABC, Generic[AnyLink]):
             ValueError: several ended in this place, one after the other, without having served.
         """
         link = self.links.pop(place)
+        self._listeners.pop(place, None)
         link.abandon()
         served = any(self.world.all_gather_object(link.has_served))
         self._fruitless[place] = 0 if served else self._fruitless[place] + 1

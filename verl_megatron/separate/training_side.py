@@ -14,7 +14,7 @@ from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.ordered_sampler import OrderedSampler
-from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.remote_sampler import Demand, RemoteSampler
 from verl_megatron.separate.window_sampler import WindowSampler
 
 
@@ -122,12 +122,14 @@ def rollout_side(
         gather: makes the trained weights complete before they are sent.
     """
     drops, asynchrony = config.algorithm.dynamic_sampling, config.async_
-    limits = {"max_staleness": asynchrony.max_staleness, "last": config.run.iterations}
+    demand = Demand(
+        draw=draw, cursor=cursor, max_staleness=asynchrony.max_staleness, last=config.run.iterations
+    )
     sampler: RemoteSampler
     if asynchrony.buffer == "window":
-        sampler = WindowSampler(fleet, draw, cursor, keep_group=has_variance if drops else None, **limits)
+        sampler = WindowSampler(fleet, demand, keep_group=has_variance if drops else None)
     else:
-        sampler = OrderedSampler(fleet, draw, cursor, keeps_all=not drops, **limits)
+        sampler = OrderedSampler(fleet, demand, keeps_all=not drops)
     channel = SeparateChannel(fleet, gather, sampler, is_validated=partial(_is_validated, config))
     return RolloutSide(engine=RemoteEngine(fleet), sampler=sampler, channel=channel)
 

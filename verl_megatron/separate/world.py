@@ -17,7 +17,7 @@ from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.shared import OncePerHost
-from verl_megatron.lifecycle.base_trainer import SLOW_S
+from verl_megatron.lifecycle.base_trainer import SLOW_S, node_of
 from verl_megatron.model_specs import ServingWorld, named_devices, num_training_ranks, serving_worlds
 from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run
@@ -67,9 +67,9 @@ class ServingRanks(ABC, Generic[Parts]):
     def serve(self) -> None:
         """Serve training until it ends; one that is started again joins anew. Collective over both worlds."""
         run = self.config.run
-        folder = Path(run.output_dir, self.own.name.replace(":", ""))
+        folder, rank = Path(run.output_dir, self.own.name.replace(":", "")), self.world.global_rank
         with (
-            RunLog(folder, rank=self.world.global_rank, node=0),
+            RunLog(folder, rank=rank, node=node_of(rank)),
             Watchdog(run.stall_timeout_s, folder, self.world) as watchdog,
         ):
             with watchdog.operation("build", timeout_s=SLOW_S):

@@ -54,8 +54,13 @@ def answering_rank(layout: Layout, dp: int) -> int:
 
 
 def job_key(number: int) -> str:
-    """Key of the job that the scoring world does as `number`, from 0."""
+    """Key of the job that training has asked for as `number`, from 0."""
     return f"job/{number}"
+
+
+def turn_key(turn: int) -> str:
+    """Key of the job that the scoring world does in its turn, from 0."""
+    return f"turn/{turn}"
 
 
 def columns_key(job: str, rank: int) -> str:

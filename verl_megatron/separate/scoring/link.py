@@ -6,16 +6,16 @@ Letters: O samples owned by this rank, T token positions.
 import gc
 import pickle
 from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel.bridge import Bridge, BridgeLostError
 from parallel.layout import Layout
-from parallel.parcels import Parcels
+from parallel.parcels import Outbox, Parcels
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import pad_to
 from verl_megatron.data.sample_table import SampleTable, columns_of
@@ -32,7 +32,7 @@ from verl_megatron.separate.scoring.jobs import (
     workers_of,
 )
 
-KEPT = 8  # jobs whose keys stay in the store after their end; no rank is as far behind
+KEPT = 4  # jobs whose keys stay in the store after their end; no rank is as far behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,20 @@ class ScoringLink:
     Args:
         layouts: of the world's models by name, on its ranks counted from 0.
         number: of the bridge.
+        wait: called again and again while this rank waits.
 
     Raises:
         BridgeLostError: the scoring world ended meanwhile.
     """
 
     def __init__(
-        self, meeting: Meeting, served_by: ServingWorld, layouts: Mapping[str, Layout], *, number: int
+        self,
+        meeting: Meeting,
+        served_by: ServingWorld,
+        layouts: Mapping[str, Layout],
+        *,
+        number: int,
+        wait: Callable[[], None],
     ):
         self._layouts, self.served_by = layouts, served_by
         self.bridge = Bridge.join(
@@ -66,12 +73,13 @@ class ScoringLink:
             served_by.name,
             num_other=len(served_by.ranks),
             number=number,
-            wait=meeting.beat,
+            wait=wait,
         )
         self._parcels = Parcels(self.bridge, "scores")
-        self._sender = ThreadPoolExecutor(1, "samples")
-        self._sent: dict[str, Future[SampleTable]] = {}  # by name of the job
-        self._told: deque[str] = deque()  # keys in the store
+        self._outbox = Outbox()
+        self._tables: dict[str, SampleTable | None] = {}  # by name of the job; None: it is not known yet
+        self._told: dict[str, list[str]] = {}  # keys in the store by name of the job
+        self._done: deque[str] = deque()  # names of jobs whose keys are still there
         self._num_jobs = 0
         self.has_served = False
 
@@ -83,21 +91,22 @@ class ScoringLink:
         """
         job, bridge, number = asked.job, self.bridge, self._num_jobs
         self._num_jobs += 1
-        self._tell(columns_key(job.name, bridge.rank), columns_of(asked.batch, owner=bridge.rank))
+        columns = columns_of(asked.batch, owner=bridge.rank)
+        told: dict[str, object] = {columns_key(job.name, bridge.rank): columns}
         if bridge.rank == 0:
-            self._tell(job_key(number), job)
-        self._sent[job.name] = self._sender.submit(self._send, asked)
+            told[job_key(number)] = job
+        for key, value in told.items():
+            bridge.put(key, pickle.dumps(value))
+        self._told[job.name] = list(told)
+        self._tables[job.name] = None
+        self._outbox.add(partial(self._send, asked))
 
-    def _tell(self, key: str, value: object) -> None:
-        self.bridge.put(key, pickle.dumps(value))
-        self._told.append(key)
-        while len(self._told) > 2 * KEPT:
-            self.bridge.drop(self._told.popleft())
-
-    def _send(self, asked: Asked) -> SampleTable:
-        """Send this rank's samples to the ranks that work on them; return the table of all."""
+    def _send(self, asked: Asked) -> bool:
+        """Send this rank's samples to the ranks that work on them, once the table of all is known."""
         job, bridge = asked.job, self.bridge
         keys = [columns_key(job.name, rank) for rank in bridge.training_ranks]
+        if not all(bridge.has(key) for key in keys):
+            return False
         table = job.table_of([pickle.loads(bridge.value(key)) for key in keys])
         layout = self._layouts[job.model]
         dp_B = table.assign(layout.dp)
@@ -107,8 +116,9 @@ class ScoringLink:
                 continue
             samples = asked.batch.select(index)
             for rank in workers_of(layout, dp):
-                self._parcels.send(samples, to=bridge.serving_ranks[rank], label=job.name)
-        return table
+                self._parcels.post(self._outbox, samples, to=bridge.serving_ranks[rank], label=job.name)
+        self._tables[job.name] = table
+        return True
 
     def receive(self, asked: Asked) -> tuple[dict[str, Tensor], float]:
         """Wait for a job's results, [O, T] float32 by name, and the seconds that the model has computed.
@@ -117,13 +127,15 @@ class ScoringLink:
             BridgeLostError: the scoring world has ended.
         """
         job, batch, bridge = asked.job, asked.batch, self.bridge
-        if job.name not in self._sent:
+        if job.name not in self._tables:
             raise BridgeLostError(f"the {self.served_by.name} world has ended")  # when it was asked
-        while not self._sent[job.name].done():
+        while (table := self._tables[job.name]) is None:
+            self._outbox.check()
             bridge.check()
             bridge.pause()
+        del self._tables[job.name]
         layout = self._layouts[job.model]
-        dp_B = self._sent.pop(job.name).result().assign(layout.dp)
+        dp_B = table.assign(layout.dp)
         outputs = {name: torch.zeros(batch.generated_ids.shape) for name in job.outputs}
         order, seconds = batch.sample_id.argsort(), 0.0
         for dp in dp_B[batch.sample_id].unique().tolist():
@@ -134,18 +146,26 @@ class ScoringLink:
                 outputs[name][place] = pad_to(scores.outputs[name], batch.generated_ids.size(1))
             seconds = max(seconds, scores.seconds)
             self.has_served = True
+        self._forget(job.name)
         return outputs, seconds
+
+    def _forget(self, job: str) -> None:
+        """Drop the keys of an earlier job, which no rank reads any more."""
+        self._done.append(job)
+        while len(self._done) > KEPT:
+            for key in self._told.pop(self._done.popleft()):
+                self.bridge.drop(key)
 
     def abandon(self) -> None:
         """Let go of a scoring world that is lost."""
-        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._outbox.close()
         self.bridge.abandon()
         del self._parcels
         gc.collect()  # closes the connections of the old groups
 
     def close(self) -> None:
         """Let the scoring world end."""
-        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._outbox.close()
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")

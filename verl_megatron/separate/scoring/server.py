@@ -2,15 +2,13 @@
 
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from torch import Tensor
 
 from parallel.bridge import POLL_S, Bridge, together
-from parallel.parcels import Parcels
+from parallel.parcels import Outbox, Parcels
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable
@@ -25,6 +23,7 @@ from verl_megatron.separate.scoring.jobs import (
     columns_key,
     job_key,
     scores_label,
+    turn_key,
 )
 
 
@@ -49,8 +48,9 @@ class ScoringServer:
         self._world, self._roles, self._bridge, self._beat = world, roles, bridge, beat
         self._activity = activity
         self._parcels = Parcels(bridge, "scores")
-        self._sender = ThreadPoolExecutor(1, "scores")  # the next job need not wait for the receivers
-        self._sending: deque[Future] = deque()
+        self._outbox = Outbox()  # training takes results when it needs them
+        self._waiting: dict[int, Job] = {}  # jobs that nobody has begun, on the first rank
+        self._num_jobs = 0  # that have been asked for
 
     def serve(self) -> None:
         """Do jobs until the training world ends.
@@ -58,31 +58,45 @@ class ScoringServer:
         Raises:
             BridgeLostError: it ended by a fault.
         """
-        number = 0
+        turn = 0
         try:
-            while (found := together(self._world, partial(self._next, number))) is not None:
-                job, table, samples = found
-                self._sending.append(self._sender.submit(self._send, self._do(job, table, samples)))
-                number += 1
+            while (found := together(self._world, partial(self._next, turn))) is not None:
+                answers = self._do(*found)
+                together(self._world, partial(self._answer, found[0], answers))
+                turn += 1
         finally:
-            self._sender.shutdown(wait=False, cancel_futures=True)
+            self._outbox.close()
 
-    def _next(self, number: int) -> tuple[Job, SampleTable, DispatchedBatch] | None:
+    def _next(self, turn: int) -> tuple[Job, SampleTable, DispatchedBatch] | None:
         """Wait for the next job and its samples for this rank; None at the end."""
         bridge = self._bridge
         self._activity.enter()
-        while not bridge.has(job_key(number)):
-            while self._sending and self._sending[0].done():
-                self._sending.popleft().result()  # raises what went wrong
+        while not bridge.has(turn_key(turn)):
+            if self._world.is_first and (job := self._choose()) is not None:
+                bridge.put(turn_key(turn), pickle.dumps(job))
+                bridge.drop(turn_key(turn - 2))  # all have begun the one after it
+                continue
             if bridge.has(STOP):
                 return None
+            self._outbox.check()
             self._beat()
             time.sleep(POLL_S)
-        job: Job = pickle.loads(bridge.value(job_key(number)))
+        job = pickle.loads(bridge.value(turn_key(turn)))
         keys = [columns_key(job.name, rank) for rank in bridge.training_ranks]
         columns = [pickle.loads(bridge.value(key)) for key in keys]
         table = job.table_of(columns)
         return job, table, self._receive(job, table, columns)
+
+    def _choose(self) -> Job | None:
+        """Return the first job whose samples are all known; None if there is none yet."""
+        bridge = self._bridge
+        while bridge.has(job_key(self._num_jobs)):
+            self._waiting[self._num_jobs] = pickle.loads(bridge.value(job_key(self._num_jobs)))
+            self._num_jobs += 1
+        for number, job in self._waiting.items():
+            if all(bridge.has(columns_key(job.name, rank)) for rank in bridge.training_ranks):
+                return self._waiting.pop(number)
+        return None
 
     def _receive(self, job: Job, table: SampleTable, columns: list[Tensor]) -> DispatchedBatch:
         """Receive what this rank works on from the owners."""
@@ -96,7 +110,7 @@ class ScoringServer:
         fields = {name: value for name, value in here.tensors().items() if name != "input_ids"}
         return role.arrived(fields, table, dp_B)
 
-    def _do(self, job: Job, table: SampleTable, samples: DispatchedBatch) -> dict[int, tuple[str, Scores]]:
+    def _do(self, job: Job, table: SampleTable, samples: DispatchedBatch) -> dict[int, Scores]:
         """Compute a job; return what to send to each owner, empty on ranks that do not answer."""
         begin, role = time.perf_counter(), self._roles[job.model]
         self._activity.enter("reward" if job.model == "reward" else "log_probs")
@@ -110,10 +124,9 @@ class ScoringServer:
         for owner in owner_W.unique().tolist():
             place = (owner_W == owner).nonzero().squeeze(1)
             own = {name: outputs[name][place] for name in job.outputs}
-            scores = Scores(sample_id=sample_id[place], outputs=own, seconds=seconds)
-            found[owner] = (scores_label(job.name), scores)
+            found[owner] = Scores(sample_id=sample_id[place], outputs=own, seconds=seconds)
         return found
 
-    def _send(self, answers: dict[int, tuple[str, Scores]]) -> None:
-        for owner, (label, scores) in answers.items():
-            self._parcels.send(scores, to=owner, label=label)
+    def _answer(self, job: Job, answers: dict[int, Scores]) -> None:
+        for owner, scores in answers.items():
+            self._parcels.post(self._outbox, scores, to=owner, label=scores_label(job.name))

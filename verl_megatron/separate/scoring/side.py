@@ -4,7 +4,7 @@ Letters: O samples owned by this rank, T token positions.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -17,6 +17,8 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.model_specs import layout_of, models_of_world, scoring_worlds
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.role import RemoteRole, token_fields
+from verl_megatron.rollout.sampler import Sampler
+from verl_megatron.separate.remote_sampler import Follower, RemoteSampler
 from verl_megatron.separate.roster import Meeting, Roster
 from verl_megatron.separate.scoring.jobs import Job
 from verl_megatron.separate.scoring.link import Asked, ScoringLink
@@ -49,7 +51,8 @@ class ScoringFleet(Roster[ScoringLink]):
         return next(place for place, layouts in enumerate(self._layouts) if model in layouts)
 
     def _connect(self, place: int, number: int) -> ScoringLink:
-        return ScoringLink(self._meeting, self.worlds[place], self._layouts[place], number=number)
+        served_by, layouts = self.worlds[place], self._layouts[place]
+        return ScoringLink(self._meeting, served_by, layouts, number=number, wait=self.work)
 
     def begin(self, asked: Asked) -> None:
         """Ask for a job; returns at once."""
@@ -92,27 +95,51 @@ class RemoteScorer(RemoteRole):
     def __init__(self, fleet: ScoringFleet, name: str, outputs: tuple[str, ...], *, last_token: bool):
         self._fleet, self._name, self._outputs, self._last_token = fleet, name, outputs, last_token
         self._asked: Asked | None = None
+        self._early: dict[int, Asked] = {}  # by iteration, whose samples have arrived before it began
         self._count = 0  # jobs
         self._waited_s = self._seconds = 0.0
 
+    def begin_early(self, iteration: int, batch: RolloutBatch) -> None:
+        """Start the pass of an iteration as soon as this rank has its samples."""
+        if iteration not in self._early:
+            num_mini_batches = self._fleet.config.algorithm.num_mini_batches
+            self._early[iteration] = self._ask(f"iteration {iteration}", batch, num_mini_batches)
+
+    def take_early(self, iteration: int, batch: RolloutBatch) -> None:
+        """Take the pass that was started before the iteration began, or start it.
+
+        Collective over the training world: samples that were made again may differ in their last bits.
+        """
+        self.begin_early(iteration, batch)
+        asked = self._early.pop(iteration)
+        known, found = asked.batch.generated_ids, batch.generated_ids
+        is_same = known.shape == found.shape and bool((known == found).all())
+        if all(self._fleet.world.all_gather_object(is_same)):
+            self._asked = asked
+        else:
+            self._fleet.receive(asked)  # nobody waits for it any more
+
     def begin(self, batch: RolloutBatch, table: SampleTable) -> None:
-        if self._asked is not None:
-            return
-        self._count += 1
+        if self._asked is None:
+            self._count += 1
+            self._asked = self._ask(str(self._count), batch, len(table.mini_batches))
+
+    def _ask(self, name: str, batch: RolloutBatch, num_mini_batches: int) -> Asked:
         engine = self._fleet.config.engine
         job = Job(
-            name=f"{self._name}/{self._count}",
+            name=f"{self._name}/{name}",
             model=self._name,
             outputs=self._outputs,
             last_token=self._last_token,
-            num_mini_batches=len(table.mini_batches),
+            num_mini_batches=num_mini_batches,
             shared_prompts=engine.shared_prompts,
         )
         names = ("sample_id", "is_cut", "group_id", *token_fields(engine))
         fields = {name: value for name, value in batch.tensors().items() if name in names}
         no_prompts = batch.input_ids[:, :0]  # they are in generated_ids, too
-        self._asked = Asked(job=job, batch=RolloutBatch(input_ids=no_prompts, **fields))
-        self._fleet.begin(self._asked)
+        asked = Asked(job=job, batch=RolloutBatch(input_ids=no_prompts, **fields))
+        self._fleet.begin(asked)
+        return asked
 
     def infer(
         self, batch: RolloutBatch, table: SampleTable, names: Sequence[str], *, last_token: bool = False
@@ -133,11 +160,37 @@ class RemoteScorer(RemoteRole):
         self._waited_s = self._seconds = 0.0
 
 
-def remote_scorers(fleet: ScoringFleet) -> dict[str, RemoteScorer]:
-    """Return what stands for each model of the scoring worlds, by name."""
+class Ahead(Follower):
+    """Lets scoring worlds work on samples that wait for their iteration."""
+
+    def __init__(self, scorers: Collection[RemoteScorer]):
+        self._scorers = scorers
+
+    def arrived(self, iteration: int, batch: RolloutBatch) -> None:
+        for scorer in self._scorers:
+            scorer.begin_early(iteration, batch)
+
+    def collected(self, iteration: int, batch: RolloutBatch) -> None:
+        for scorer in self._scorers:
+            scorer.take_early(iteration, batch)
+
+
+def remote_scorers(
+    fleet: ScoringFleet, sampler: Sampler | RemoteSampler, *, with_greedy: bool
+) -> dict[str, RemoteScorer]:
+    """Return what stands for each model of the scoring worlds, by name.
+
+    Args:
+        sampler: tells which samples have arrived ahead of their iteration.
+        with_greedy: whether samples are left out once they have rewards.
+    """
     scorers = {}
     for name in fleet.models:
         scores = name == "reward"
         outputs = ("values",) if scores else ("logprobs",)
         scorers[name] = RemoteScorer(fleet, name, outputs, last_token=scores)
+    asynchrony = fleet.config.async_
+    is_ahead = asynchrony.max_staleness > 0 and asynchrony.buffer == "in_order"
+    if isinstance(sampler, RemoteSampler) and is_ahead and not with_greedy:
+        sampler.follower = Ahead(scorers.values())
     return scorers
