@@ -13,12 +13,9 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 """
 
 import os
-import pickle
-import secrets
-import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,15 +23,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel import device
+from parallel.pulse import Pulse
 from parallel.rank_set import RankSet
 from parallel.runtime import store as stores
 from parallel.runtime.refusal import short_repr
+from parallel.sealed_store import SealedStore
 
 T = TypeVar("T")
 ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
+START = "VERL_MEGATRON_START"  # and, of a world that is started again after a fault, which start it is
 POLL_S = 0.002  # between two looks at the store
 JOIN_S = 600.0  # until the other world has started, or started again
 CONNECT_S = 60.0  # until all ranks, which have all started, are connected
@@ -43,6 +42,7 @@ QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is not
 
 
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
+STARTED, GONE = "started", "gone"  # before a bridge's number: which start has joined; why it was given up
 
 
 class BridgeLostError(RuntimeError):
@@ -66,14 +66,6 @@ def together(own: RankSet, step: Callable[[], T]) -> T:
     return result
 
 
-def new_address() -> dict[str, str]:
-    """Return the environment variables of a new bridge on this host."""
-    with socket.socket() as listener:
-        listener.bind((stores.LOCAL, 0))
-        port = listener.getsockname()[1]
-    return {ADDRESS: f"{stores.LOCAL}:{port}", TOKEN: secrets.token_hex(16)}
-
-
 def given_address() -> tuple[str, int]:
     """Return host and port of the bridge that the environment names.
 
@@ -83,8 +75,8 @@ def given_address() -> tuple[str, int]:
     for name in (ADDRESS, TOKEN):
         if not os.environ.get(name):
             raise ValueError(
-                f"{name} is not set, and rollout.devices gives the rollout a world of its own; "
-                "start both with verl-megatron train, or give both the same address (HOST:PORT) and token"
+                f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
+                "with verl-megatron train, or give all the same address (HOST:PORT) and token"
             )
     host, _, port = os.environ[ADDRESS].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
@@ -92,7 +84,7 @@ def given_address() -> tuple[str, int]:
     return host, int(port)
 
 
-def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] = lambda: None) -> dist.Store:
+def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] = lambda: None) -> SealedStore:
     """Return the store that the environment names, which the training world's first rank serves.
 
     Args:
@@ -106,12 +98,12 @@ def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] =
     host, port = given_address()
     if serves and own.is_first:
         stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
-    return dist.PrefixStore(os.environ[TOKEN], _connected(host, port, wait))
+    return SealedStore(_connected(host, port, wait), os.environ[TOKEN], "bridge/")
 
 
-def newest(store: dist.Store, name: str) -> int:
+def newest(store: SealedStore, name: str) -> int:
     """Return the number of the newest bridge of a name; 0 until a world of that name has joined."""
-    return dist.PrefixStore(name, store).add(WORLDS, 0)
+    return store.part(name).add(WORLDS, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +116,18 @@ class Bridge:
     num_serving: int  # ranks of the other world
     rank: int  # of this process on the bridge
     number: int  # of the bridges of this name, from 1
-    root: dist.Store  # what all bridges of this name share
-    store: dist.Store  # what is this bridge's alone
-    wait: Callable[[], None]  # called while waiting for the other world
+    root: SealedStore  # what all bridges of this name share
+    store: SealedStore  # what is this bridge's alone
+    wait: Callable[[], None]  # called while waiting for the other world, on the thread that has joined
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _pulses: list[Pulse] = field(default_factory=list)  # of this rank, if its world serves
+    _thread: int = field(default_factory=threading.get_ident)
 
     @classmethod
     def join(
         cls,
         own: RankSet,
-        store: dist.Store,
+        store: SealedStore,
         name: str,
         *,
         num_other: int,
@@ -154,7 +148,7 @@ class Bridge:
             ValueError: the worlds have other sizes than expected, or the training world does not answer.
             BridgeLostError: the other world ended before all ranks had joined.
         """
-        root, trains = dist.PrefixStore(name, store), number is not None
+        root, trains = store.part(name), number is not None
         if number is None:
             number = _next_number(own, root)
         num_training, num_serving = (own.size, num_other) if trains else (num_other, own.size)
@@ -166,9 +160,11 @@ class Bridge:
             rank=own.rank + (0 if trains else num_training),
             number=number,
             root=root,
-            store=dist.PrefixStore(str(number), root),
+            store=root.part(str(number)),
             wait=wait,
         )
+        if not trains:
+            bridge._pulses.append(Pulse(bridge.store, bridge.rank))
         bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_serving}")
         for rank in range(bridge.size):
             within_s = (
@@ -209,7 +205,7 @@ class Bridge:
         Raises:
             BridgeLostError: the ranks did not connect.
         """
-        store = dist.PrefixStore(f"group/{name}", self.store)
+        store = self.store.unsealed(f"group/{name}")
         store.set_timeout(timedelta(seconds=CONNECT_S))
         group = dist.ProcessGroup(store, self.rank, self.size)
         with losing("connecting"):
@@ -233,6 +229,8 @@ class Bridge:
 
     def abandon(self) -> None:
         """Let go of the groups of a lost bridge, so that operations which wait for its ranks end."""
+        for pulse in self._pulses:
+            pulse.stop()
         for group in self._groups if device.is_gpu() else []:
             group._get_backend(device.device()).abort()
         self._groups.clear()
@@ -246,38 +244,55 @@ class Bridge:
             BridgeLostError: the training world's store is gone.
         """
         with losing("the training world has ended"):
-            self.store.set(key, value)  # pyright: ignore[reportArgumentType]  # bytes as well
+            self.store.put(key, value)
 
     def has(self, key: str) -> bool:
-        """Whether a key has been set.
+        """Whether a key has been set; errors as of `value`."""
+        return self._found(key) is not None
 
-        Raises:
-            BridgeLostError: the training world's store is gone, or another world of this name has joined.
-        """
+    def _found(self, key: str) -> bytes | None:
         self.check()
         with losing("the training world has ended"):
-            return self.store.check([key])
+            return self.store.get(key)
 
     def check(self) -> None:
-        """Raise a `BridgeLostError` if either world has ended: another of this name has joined then."""
+        """Raise a `BridgeLostError` if either world has ended, or was given up."""
         with losing("the training world has ended"):
             if self.root.add(WORLDS, 0) != self.number:
                 raise BridgeLostError(f"the {self.name} world has ended")
+            if (reason := self.root.get(f"{GONE}/{self.number}")) is not None:
+                raise BridgeLostError(reason.decode())
+
+    def give_up(self, reason: str) -> bool:
+        """Let all ranks of both worlds take the world that serves for lost; return whether this one is first.
+
+        Raises:
+            BridgeLostError: the training world's store is gone.
+        """
+        with losing("the training world has ended"):
+            self.root.put(f"{GONE}/{self.number}", reason)
+            return self.root.add(f"{GONE}/{self.number}/times", 1) == 1
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.
 
         Raises:
             TimeoutError: nobody has set it within `within_s` seconds.
+            ValueError: somebody without the run's token has set it.
+            BridgeLostError: the training world's store is gone, or another world of this name has joined.
         """
         begin = time.monotonic()
-        while not self.has(key):
+        while (found := self._found(key)) is None:
             if within_s is not None and time.monotonic() > begin + within_s:
                 raise TimeoutError(f"nothing of the other world for {within_s:.0f} s, {key} is missing")
+            self.pause()
+        return found
+
+    def pause(self) -> None:
+        """Wait a moment. Only the thread that has joined does other work meanwhile."""
+        if threading.get_ident() == self._thread:
             self.wait()
-            time.sleep(POLL_S)
-        with losing("the training world has ended"):
-            return self.store.get(key)
+        time.sleep(POLL_S)
 
     def take(self, key: str) -> bytes:
         """Wait for a key that only this rank reads, remove it and return its value."""
@@ -288,55 +303,7 @@ class Bridge:
     def drop(self, key: str) -> None:
         """Remove a key that nobody reads any more."""
         with losing("the training world has ended"):
-            self.store.delete_key(key)
-
-
-class Parcels:
-    """Python objects sent from rank to rank of a bridge. Collective to construct.
-
-    A parcel is announced in the store, and sent once its receiver asks for it: both sides wait for the store
-    alone.
-    """
-
-    def __init__(self, bridge: Bridge, name: str):
-        self._bridge, self._name, self._group = bridge, name, bridge.group(name)
-        self._receiver = ThreadPoolExecutor(1, name)
-
-    def send(self, value: Any, *, to: int, label: str) -> None:
-        """Send an object; returns when it has been received.
-
-        Raises:
-            BridgeLostError: the other world has ended.
-        """
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        key = self._key(label, self._bridge.rank, to)
-        self._bridge.put(key, str(len(payload)).encode())
-        self._bridge.take(f"{key}/wanted")  # may take long; waiting inside `send` could not be interrupted
-        with losing("sending samples"):
-            self._group.send([payload], to, 0).wait()
-
-    def receive(self, *, source: int, label: str) -> Any:
-        """Wait for the object with this label, and return it. Objects of a rank come in its order.
-
-        Raises:
-            BridgeLostError: the other world has ended.
-        """
-        key = self._key(label, source, self._bridge.rank)
-        length = int(self._bridge.take(key))
-        self._bridge.put(f"{key}/wanted", b"")
-        payload: Tensor = torch.empty(length, dtype=torch.uint8)
-        with losing("receiving samples"):
-            # gloo completes a receive in `wait` alone, which cannot be interrupted
-            received = self._receiver.submit(lambda: self._group.recv([payload], source, 0).wait())
-            while not received.done():
-                self._bridge.check()
-                self._bridge.wait()
-                time.sleep(POLL_S)
-            received.result()
-        return pickle.loads(payload.numpy().tobytes())
-
-    def _key(self, label: str, source: int, to: int) -> str:
-        return f"{self._name}/{label}/{source}/{to}"
+            self.store.drop(key)
 
 
 @contextmanager
@@ -367,13 +334,14 @@ def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
             time.sleep(0.1)
 
 
-def _next_number(own: RankSet, root: dist.Store) -> int:
+def _next_number(own: RankSet, root: SealedStore) -> int:
     """Return the number of the next bridge of a name. Collective over the world that serves training."""
     number, problem = 0, ""
     if own.is_first:
         try:
             with losing("the training world has ended"):
                 number = root.add(WORLDS, 1)
+                root.put(f"{STARTED}/{number}", os.environ.get(START, ""))
         except BridgeLostError as error:
             problem = str(error)
     number, problem = own.broadcast_object((number, problem))

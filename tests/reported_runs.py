@@ -87,6 +87,8 @@ def separate_rows(iterations: int, *, seed: int = 1) -> Rows:
             "async/staleness_max": float(step > 1),
             "async/rollout_wait_s": 1.0 + rng.random(),
             "async/generation_s": generated,
+            "async/training_wait_fraction": 1e3 * waited / row["train/step_time_ms"],
+            "async/rollout_wait_fraction": 1.5 / (1.5 + generated),
             "async/groups_in_flight": 60.0 + rng.randint(0, 4),
             "async/versions_per_sample": 1.2,
             "async/interrupted": float(rng.randint(0, 40)),
@@ -181,8 +183,8 @@ ILLNESSES: dict[str, Callable[[Rows], None]] = {
 # The same for `separate_rows`.
 SEPARATE_ILLNESSES: dict[str, Callable[[Rows], None]] = {
     "samples too old": setting("async/staleness_max", 2.0, begin=0.4, end=0.42),
-    "training waits": scaling("time/rollout_s", 60.0, begin=0.5),
-    "rollout waits": scaling("async/rollout_wait_s", 20.0, begin=0.5),
+    "training waits": setting("async/training_wait_fraction", 0.7, begin=0.5),
+    "rollout waits": setting("async/rollout_wait_fraction", 0.8, begin=0.5),
     "samples dropped": dropping,
     "few effective samples": scaling("policy/effective_sample_size", 0.3, begin=0.6),
     "tokens aborted": setting("async/tokens_aborted", 300_000.0, begin=0.5),

@@ -4,7 +4,8 @@ These functions are collective over the world.
 """
 
 from verl_megatron.learner import Collected
-from verl_megatron.observe.metrics import Sums, iteration_metrics
+from verl_megatron.model_specs import has_worlds, num_ranks
+from verl_megatron.observe.metrics import Amounts, Sums, iteration_metrics
 from verl_megatron.run import Run
 
 
@@ -19,6 +20,8 @@ def collect(run: Run, step: int) -> Collected:
         )
         clock.own_work_ends()
         table = run.table_of(batch)  # waits for the slowest replica
+    if not run.draw.with_greedy:  # else the samples to train on are not known yet
+        run.learner.begin(batch, table, rewards=run.config.reward.is_given)
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
@@ -45,10 +48,17 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
             print(said, flush=True)
     metrics = run.learner.learn(collected.batch, collected.table, collected.sums, step=step)
     run.channel.publish(step, was_updated=metrics.get("policy/grad_norm", 0.0) > 0)
-    costs = iteration_metrics(
-        run.clock.pop(),
+    amounts = Amounts(
+        tokens=int(collected.table.lengths_B.sum()),
         response_tokens=int(collected.table.response_B.sum()),
+        gpus=num_ranks(run.config) if has_worlds(run.config) else run.world.size,
         reshard_bytes=collected.reshard_bytes,
         memory_bytes=run.used_memory(),
+    )
+    costs = iteration_metrics(
+        run.clock.pop(),
+        amounts,
+        waited_s=metrics.get("async/rollout_wait_s"),
+        made_s=metrics.get("async/generation_s"),
     )
     return metrics | costs

@@ -5,7 +5,7 @@ layout only dispatch their samples.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from verl_megatron.algorithms.diagnostics import batch_sums, zero_variance_fract
 from verl_megatron.algorithms.kl import KLController
 from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale, leave_out, token_mean
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -26,11 +27,16 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
-from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together
+from verl_megatron.roles.old_logprobs import OldLogprobs
+from verl_megatron.roles.role import DispatchedBatch, RemoteRole, Role, Update, infer_together
 
-POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs", "behind")
 VALUE_FIELDS = ("values", "returns")
-LOGPROBS_OF = {"actor": "logprobs", "reference": "ref_logprobs"}  # fields of the batch
+LOGPROBS_OF = {  # fields of the batch
+    "actor": "logprobs",
+    "reference": "ref_logprobs",
+    "teacher": "teacher_logprobs",
+}
 
 
 @dataclass(kw_only=True)
@@ -54,7 +60,7 @@ class Learner:
 
     def __init__(
         self,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, Role | RemoteRole],
         *,
         config: AlgorithmConfig,
         max_tokens: int,
@@ -62,10 +68,13 @@ class Learner:
         residency: Residency,
         clock: PhaseTimer,
     ):
-        self.roles, self.config, self.kl, self.residency, self.clock = roles, config, kl, residency, clock
+        self.roles = {name: role for name, role in roles.items() if isinstance(role, Role)}
+        self.remote = {name: role for name, role in roles.items() if isinstance(role, RemoteRole)}
+        self.models = set(roles)
+        self.config, self.kl, self.residency, self.clock = config, kl, residency, clock
         self.algorithm, self.objective = get_algorithm(config), get_objective(config)
         self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
-        self.actor, self.critic = roles["actor"], roles.get("critic")
+        self.actor, self.critic = self.roles["actor"], self.roles.get("critic")
         self.value_head = self.actor.engine.value_head  # settings of a critic on the actor's trunk
         self.world = self.actor.world
 
@@ -90,9 +99,20 @@ class Learner:
 
     def score(self, batch: RolloutBatch, table: SampleTable) -> Tensor:
         """Return the reward model's scores of the samples owned by this rank, [B] float32; 0 without one."""
-        if "reward" not in self.roles:
+        model = self.remote.get("reward") or self.roles.get("reward")
+        if model is None:
             return torch.zeros(len(batch))
-        return self.roles["reward"].infer(batch, table, ("values",), last_token=True)["values"].sum(1)
+        return model.infer(batch, table, ("values",), last_token=True)["values"].sum(1)
+
+    def begin(self, batch: RolloutBatch, table: SampleTable, *, rewards: bool) -> None:
+        """Start the passes of frozen models on ranks of their own, which `score` and `learn` wait for.
+
+        Args:
+            rewards: start that of the reward model, too.
+        """
+        for name in filter(self.remote.__contains__, ("reward", *LOGPROBS_OF)):
+            if rewards or name in LOGPROBS_OF:
+                self.remote[name].begin(batch, table)
 
     def learn(self, batch: RolloutBatch, table: SampleTable, sums: Sums, *, step: int) -> dict[str, float]:
         """Update the models on scored samples.
@@ -107,15 +127,25 @@ class Learner:
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
         given = batch
-        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.roles)
+        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.models)
+        approximates = trains_actor and not is_recomputed(config)
+        self.begin(batch, table, rewards=False)
         with clock.phase("log_probs"):
-            checks = reuses and self._is_checked(step)
-            for_actor = self._log_probs(batch, table, skip_first=reuses and not checks)
+            checks = (reuses or approximates) and self._is_checked(step)
+            left_out = 0 if checks else len(table.mini_batches) if approximates else int(reuses)
+            for_actor = self._log_probs(batch, table, left_out=left_out)
+            exact_BT = batch.logprobs if checks else None
+            if approximates:
+                batch.set_behind(step - 1)
+                batch.logprobs = batch.rollout_logprobs
         if self.critic is not None:
             with clock.phase("values"):
                 for_critic = self.critic.dispatch(batch, table)
                 (results,) = infer_together([self.critic], for_critic, batch, ("values",))
                 batch.values = results["values"]
+        if self.remote:
+            with clock.phase("scores"):
+                self._take_log_probs(batch, table, sums)
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
                 batch,
@@ -132,7 +162,7 @@ class Learner:
         if trains_actor:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
-                sums.merge(self._update_actor(for_actor, batch, reuses=reuses, checks=checks))
+                sums.merge(self._update_actor(for_actor, batch, reuses=reuses, exact_BT=exact_BT))
         given.logprobs = batch.logprobs  # those that the update's own pass computed too
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
         if self.algorithm.min_samples > 1:
@@ -150,23 +180,22 @@ class Learner:
         interval = self.config.check_logprobs_interval
         return interval > 0 and step % interval == 0
 
-    def _log_probs(self, batch: RolloutBatch, table: SampleTable, *, skip_first: bool) -> DispatchedBatch:
+    def _log_probs(self, batch: RolloutBatch, table: SampleTable, *, left_out: int) -> DispatchedBatch:
         """Set the log-probs of actor, reference and teacher; the update reuses the dispatched samples.
 
         Models of the actor's layout run in one pass, which gives the values of a head on the actor's trunk.
 
         Args:
-            skip_first: leave the actor's log-probs of the first mini-batch at 0.
+            left_out: first mini-batches whose log-probs of the actor stay at 0.
         """
         dispatched = self.actor.dispatch(batch, table)
-        frozen = {name: self.roles[name] for name in ("reference", "teacher") if name in self.roles}
-        together = ["actor", "reference"] if "reference" in frozen else ["actor"]
-        if skip_first:
+        together = ["actor", "reference"] if "reference" in self.roles else ["actor"]
+        if left_out:
             batch.logprobs = torch.zeros(batch.generated_ids.shape)
             together.remove("actor")
-            if len(table.mini_batches) > 1:
+            if len(table.mini_batches) > left_out:
                 (results,) = infer_together(
-                    [self.actor], dispatched, batch, ("logprobs",), first_mini_batch=1
+                    [self.actor], dispatched, batch, ("logprobs",), first_mini_batch=left_out
                 )
                 batch.logprobs = results["logprobs"]
         if together:
@@ -175,67 +204,64 @@ class Learner:
             for name, result in zip(together, results):
                 setattr(batch, LOGPROBS_OF[name], result["logprobs"])
                 batch.values = result.get("values", batch.values)
-        if "teacher" in frozen:
-            batch.teacher_logprobs = frozen["teacher"].infer(batch, table, ("logprobs",))["logprobs"]
+        if "teacher" in self.roles:
+            results = self.roles["teacher"].infer(batch, table, ("logprobs",))
+            batch.teacher_logprobs = results["logprobs"]
         return dispatched
 
+    def _take_log_probs(self, batch: RolloutBatch, table: SampleTable, sums: Sums) -> None:
+        """Wait for the log-probs of frozen models on ranks of their own."""
+        for name, model in self.remote.items():
+            if name in LOGPROBS_OF:
+                setattr(batch, LOGPROBS_OF[name], model.infer(batch, table, ("logprobs",))["logprobs"])
+            model.add_metrics(sums)
+
     def _update_actor(
-        self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool, checks: bool
+        self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool, exact_BT: Tensor | None
     ) -> Sums:
         """Run the epochs and mini-batches of the policy loss.
 
         Args:
-            reuses: take the old log-probs of the first step from its own forward pass, into `batch` too.
-            checks: `batch` has them already; compare both.
+            reuses: take the old log-probs of the first step from its own forward pass.
+            exact_BT: old log-probs of a pass before the update, to compare with those that are not from it.
         """
         config, kl_coef, critic = self.config, self.kl.coef, self.value_head
         fields = POLICY_FIELDS if critic is None else POLICY_FIELDS + VALUE_FIELDS
         groups, num_samples = self.actor.engine.groups, len(dispatched.batch)
-        own: list[tuple[MicroBatch, Outputs]] = []
+        old = OldLogprobs(self.actor, dispatched, config, reuses=reuses)
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
-            if "logprobs" not in micro.fields:
-                own.append((micro, {"logprobs": outputs["logprobs"].detach()}))
             tokens = PolicyTokens.of(
                 micro, num_samples=num_samples, cp_group=groups.cp if groups.layout.cp > 1 else None
             )
+            old_sums = old.give(tokens, outputs, micro)
             loss_N, sums = policy_loss(
                 outputs["logprobs"], outputs["entropy"], tokens, self.objective, config, kl_coef
             )
+            sums.merge(old_sums)
             if critic is not None:
                 value_N, value_sums = self._value_loss(outputs, micro)
                 loss_N = loss_N + critic.value_coef * value_N
                 sums.merge(value_sums)
             return loss_N, sums
 
-        def keep_own() -> None:
-            """Set the first mini-batch's old log-probs for the steps of later epochs."""
-            for micro, outputs in own if config.epochs > 1 else ():
-                place = micro.sample.cpu(), micro.offset.cpu()
-                dispatched.batch.required("logprobs")[place] = outputs["logprobs"].cpu()
-
         def too_far(metrics: Sums) -> bool:
             return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
 
-        self.actor.send_fields(dispatched, batch, fields)
+        sent = batch if is_recomputed(config) else replace(batch, logprobs=exact_BT)
+        self.actor.send_fields(dispatched, sent, fields)
         update = Update(
             loss=loss,
             normalizer=self._normalizer(self.normalizer, dispatched.table),
             fields=fields,
             first_fields=fields[1:] if reuses else fields,
-            after_first=keep_own,
+            after_step=old.after_step,
             epochs=config.epochs,
             stop=too_far if config.target_kl else None,
         )
         sums, steps = self.actor.update(dispatched, update)
         sums.add("policy/steps", steps, 1)
-        if reuses:
-            first_BT = self.actor.to_owner(dispatched, own, batch, ("logprobs",))["logprobs"]
-            known_BT = batch.required("logprobs")
-            is_first_B = batch.sample_id < dispatched.table.mini_batches[0].stop
-            if checks and is_first_B.any():
-                sums.max("policy/reuse_error", (known_BT - first_BT)[is_first_B].abs().max())
-            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, known_BT)
+        sums.merge(old.return_own(batch, checks=exact_BT is not None))
         return sums
 
     def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch) -> Sums:

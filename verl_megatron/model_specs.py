@@ -10,6 +10,7 @@ from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import (
     DPOConfig,
     ModelConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     SFTConfig,
@@ -51,7 +52,11 @@ def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int
 
 
 def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]:
-    """Return the models of a run: the actor first, or the one that a supervised run trains."""
+    """Return the models of the ranks that train: the actor first, or the one that a supervised run trains.
+
+    Raises:
+        ValueError: as of `serving_worlds`.
+    """
     if isinstance(config, RewardModelConfig):
         spec = ModelSpec(
             name="reward", section="reward", model=config.reward, head="sequence", trainable=True
@@ -71,21 +76,35 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
         specs.append(reference)
-    if config.teacher.path:
-        specs.append(ModelSpec(name="teacher", section="teacher", model=_frozen(config.teacher), head="lm"))
-    if config.reward.path:
-        reward = _frozen(config.reward)
-        specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
-    return tuple(specs)
+    specs += [_scorer(config, name) for name in ("teacher", "reward") if getattr(config, name).path]
+    apart = set(chain.from_iterable(each.models for each in scoring_worlds(config)))
+    return tuple(spec for spec in specs if spec.name not in apart)
+
+
+def models_apart(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]:
+    """Return the frozen models of the scoring worlds, world by world."""
+    if not isinstance(config, TrainerConfig):
+        return ()
+    return tuple(chain.from_iterable(models_of_world(config, each) for each in scoring_worlds(config)))
+
+
+def models_of_world(config: TrainerConfig, world: "ServingWorld") -> tuple[ModelSpec, ...]:
+    """Return the models of a scoring world, each on all of its ranks, counted from 0."""
+    specs = (_scorer(config, name) for name in world.models)
+    return tuple(replace(spec, model=replace(spec.model, devices="")) for spec in specs)
+
+
+def _scorer(config: TrainerConfig, name: str) -> ModelSpec:
+    """Return a frozen model; the reference as it is on ranks of its own."""
+    section: ReferenceConfig | RewardConfig | TeacherConfig = getattr(config, name)
+    path = config.actor.path if isinstance(section, ReferenceConfig) else section.path
+    model = ModelConfig(path=path, layout=section.layout, devices=section.devices)
+    return ModelSpec(name=name, section=name, model=model, head="sequence" if name == "reward" else "lm")
 
 
 def shares_trunk(config: TrainerConfig) -> bool:
     """Whether the critic is a value head on the actor's trunk."""
     return config.critic.share_trunk and "critic" in get_algorithm(config.algorithm).needs
-
-
-def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
-    return ModelConfig(path=section.path, layout=section.layout, devices=section.devices)
 
 
 def shares_dtype(config: TrainerConfig) -> bool:
@@ -95,51 +114,109 @@ def shares_dtype(config: TrainerConfig) -> bool:
 
 # ---- ranks ------------------------------------------------------------------------------------------------
 
+SCORERS = ("reward", "reference", "teacher")  # models that may have a world; the first names a shared one
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingWorld:
     """A world of its own that serves training."""
 
-    name: str  # "rollout" if there is one of its kind, else "rollout:0", "rollout:1", ...
+    # "rollout" if there is one of its kind, else "rollout:0", "rollout:1", ...; or that of its first model
+    name: str
     ranks: tuple[int, ...]  # of the run
+    models: tuple[str, ...] = ()  # the frozen models of a scoring world; a rollout world has none
 
     @property
     def kind(self) -> str:
-        """The world's role, "rollout"."""
+        """The world's role: "rollout", "reward", "reference" or "teacher"."""
         return self.name.partition(":")[0]
 
 
-def rollout_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
-    """Return the worlds that only generate; empty if the ranks that train generate, too.
+def serving_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
+    """Return the worlds that generate or score for training, by their ranks; the settings of devices say it.
+
+    Frozen models with the same devices share a world. A reference with devices has a world. So has a reward
+    model or teacher whose devices come after all that `actor.devices` and `critic.devices` name, or after
+    the first ranks of another such world. Else it is on ranks that train.
 
     Raises:
         ValueError: the devices are not understood, or are not the last ranks of the run.
     """
-    text = config.rollout.devices
-    parts = text.split("+") if text else []
-    try:
-        ranks_of = [_ranks_of_world(part) for part in parts]
-    except ValueError as error:
-        raise ValueError(f"rollout.devices={short_repr(text)}: {error}") from None
-    ranks = tuple(chain.from_iterable(ranks_of))
+    rollouts = _rollouts(config)
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in _ranks_apart(config, rollouts).items():
+        by_ranks.setdefault(ranks, []).append(name)
+    scoring = [
+        ServingWorld(name=names[0], ranks=ranks, models=tuple(names)) for ranks, names in by_ranks.items()
+    ]
+    worlds = sorted([*rollouts, *scoring], key=lambda each: each.ranks) if scoring else rollouts
+    ranks = tuple(chain.from_iterable(each.ranks for each in worlds))
     if ranks and (ranks != tuple(range(ranks[0], ranks[-1] + 1)) or not ranks[0]):
         raise ValueError(
-            f"rollout.devices={short_repr(text)} must be the last ranks of the run in order, after those "
+            f"{named_devices(config)} must be the last ranks of the run in order, after those "
             "that train, such as 2-3 of four, or 2+3 for two worlds"
         )
+    return tuple(worlds)
+
+
+def named_devices(config: TrainerConfig) -> str:
+    """Return the settings that give worlds their ranks, with their values, for a message."""
+    try:
+        names = list(_ranks_apart(config, _rollouts(config)))
+    except ValueError:
+        names = []
+    given = ["rollout"] * bool(config.rollout.devices) + names
+    return " and ".join(f"{name}.devices={short_repr(getattr(config, name).devices)}" for name in given)
+
+
+def _rollouts(config: TrainerConfig) -> list[ServingWorld]:
+    text = config.rollout.devices
+    ranks_of = [_named_ranks("rollout", text, part) for part in text.split("+")] if text else []
     if len(ranks_of) == 1:
-        return (ServingWorld(name="rollout", ranks=ranks),)
-    return tuple(ServingWorld(name=f"rollout:{at}", ranks=own) for at, own in enumerate(ranks_of))
+        return [ServingWorld(name="rollout", ranks=ranks_of[0])]
+    return [ServingWorld(name=f"rollout:{at}", ranks=own) for at, own in enumerate(ranks_of)]
 
 
-def _ranks_of_world(text: str) -> tuple[int, ...]:
-    if not text.strip():
-        raise ValueError("a world has no ranks; write those of each, such as 2+3")
-    return parse_devices(text, last_rank(text) + 1)
+def _ranks_apart(config: TrainerConfig, rollouts: list[ServingWorld]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of the frozen models that have a world, by model."""
+    named: dict[str, tuple[int, ...]] = {}
+    for name in SCORERS:
+        devices: str = getattr(config, name).devices
+        if devices:
+            named[name] = _named_ranks(name, devices, devices)
+    # From the first of these on ranks do not train.
+    firsts = [each.ranks[0] for each in rollouts]
+    if "reference" in named:
+        firsts.append(named["reference"][0])
+    if config.actor.devices:
+        firsts.append(1 + max(last_rank(model.devices) for model in (config.actor, config.critic)))
+    return {name: ranks for name, ranks in named.items() if firsts and ranks[0] >= min(firsts)}
+
+
+def _named_ranks(section: str, text: str, part: str) -> tuple[int, ...]:
+    try:
+        if not part.strip():
+            raise ValueError("a world has no ranks; write those of each, such as 2+3")
+        return parse_devices(part, last_rank(part) + 1)
+    except ValueError as error:
+        raise ValueError(f"{section}.devices={short_repr(text)}: {error}") from None
+
+
+def rollout_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
+    """Return the worlds that only generate; errors as of `serving_worlds`.
+
+    It is empty if the ranks that train generate, too.
+    """
+    return tuple(each for each in serving_worlds(config) if not each.models)
+
+
+def scoring_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
+    """Return the worlds that only score; errors as of `serving_worlds`."""
+    return tuple(each for each in serving_worlds(config) if each.models)
 
 
 def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
-    """Return the ranks that only generate, of all worlds; errors as of `rollout_worlds`."""
+    """Return the ranks that only generate, of all worlds; errors as of `serving_worlds`."""
     return tuple(chain.from_iterable(each.ranks for each in rollout_worlds(config)))
 
 
@@ -148,9 +225,19 @@ def is_separate(config: TrainerConfig) -> bool:
     return bool(config.rollout.devices)
 
 
+def has_worlds(config: TrainerConfig) -> bool:
+    """Whether worlds of their own generate or score for training."""
+    return bool(serving_worlds(config))
+
+
+def num_ranks(config: TrainerConfig) -> int:
+    """Return the ranks of all worlds of a run that has several."""
+    return serving_worlds(config)[-1].ranks[-1] + 1
+
+
 def num_training_ranks(config: TrainerConfig) -> int:
-    """Return how many ranks train in a run with `rollout.devices`: those before them."""
-    return rollout_devices(config)[0]
+    """Return how many ranks train in a run of several worlds: those before all others."""
+    return serving_worlds(config)[0].ranks[0]
 
 
 def num_rollout_ranks(config: TrainerConfig, world_size: int) -> int:

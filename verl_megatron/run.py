@@ -1,6 +1,6 @@
 """Components of a run and their construction: process groups, vLLM, models, data, rewards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_of
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
@@ -49,6 +49,8 @@ from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.roster import Meeting
+from verl_megatron.separate.scoring.side import ScoringFleet, remote_scorers
 from verl_megatron.separate.training_side import RemoteEngine, SeparateChannel, rollout_side
 
 
@@ -69,6 +71,7 @@ class Run:
     curriculum: Curriculum | None
     channel: ColocatedChannel | SeparateChannel
     residency: Residency
+    scoring: ScoringFleet | None  # worlds of frozen models
     learner: Learner
     clock: PhaseTimer
     built: dict[str, float]  # build time of each component, seconds
@@ -108,9 +111,11 @@ class Run:
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        """Stop the reward workers, and free the engine or let the rollout world end. Collective."""
+        """Stop the reward workers, free the engine and let other worlds end. Collective."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
+        if self.scoring is not None:
+            self.scoring.close()
         self.engine.close()
 
 
@@ -123,19 +128,25 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     """
     dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
-    models = _Models(config, watchdog, world)
+    stall_s = config.run.stall_timeout_s
+    meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
+    models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (
         _colocated(config, models, inputs, watchdog)
-        if models.engine is not None
-        else _separate(config, models, source, draw, watchdog)
+        if meeting is None or not is_separate(config)
+        else _separate(config, models, source, draw, meeting)
     )
+    scoring = ScoringFleet(config, meeting) if meeting is not None else None
+    scorers = {}
+    if scoring is not None:
+        scorers = remote_scorers(scoring, generation.sampler, with_greedy=draw.with_greedy)
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
     )
     learner = Learner(
-        models.roles,
+        models.roles | scorers,
         config=replace(config.algorithm, correction=correction_of(config)),
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
@@ -159,6 +170,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         curriculum=curriculum,
         channel=generation.channel,
         residency=generation.residency,
+        scoring=scoring,
         learner=learner,
         clock=clock,
         built=models.clock.seconds,
@@ -206,27 +218,15 @@ def _colocated(config: TrainerConfig, models: "_Models", inputs: Inputs, watchdo
 
 
 def _separate(
-    config: TrainerConfig, models: "_Models", prompts: TrainingPrompts, draw: Draw, watchdog: Watchdog
+    config: TrainerConfig, models: "_Models", prompts: TrainingPrompts, draw: Draw, meeting: Meeting
 ) -> _Generation:
     """Join the rollout worlds of `rollout.devices`, and return what stands for them."""
-    source, world = models.roles["actor"].engine.weight_source(), models.world
+    source = models.roles["actor"].engine.weight_source()
     with models.clock.phase("vllm"):
-        fleet = Fleet(
-            config,
-            world,
-            source,
-            dtype=rollout_dtype(config),
-            wait=watchdog.beat,
-            say=partial(print, flush=True) if world.is_first else lambda text: None,
-        )
+        fleet = Fleet(config, meeting, source, dtype=rollout_dtype(config))
     side = rollout_side(config, fleet, draw, prompts.cursor, gather=source.gather)
-    residency = Residency(
-        side.engine,
-        side.engine,
-        [role.engine for role in models.trainable],
-        offload=config.reshard.offload,
-        sleeps=False,
-    )
+    trainable = [role.engine for role in models.trainable]
+    residency = Residency(side.engine, side.engine, trainable, offload=config.reshard.offload, sleeps=False)
     return _Generation(
         engine=side.engine,
         sampler=side.sampler,
@@ -282,8 +282,8 @@ class _Models:
     Where it uses Megatron's memory, the actor is built first.
     """
 
-    def __init__(self, config: TrainerConfig, watchdog: Watchdog, world: RankSet):
-        self.config, self.watchdog, self.world = config, watchdog, world
+    def __init__(self, config: TrainerConfig, world: RankSet, *, progress: Callable[[], None]):
+        self.config, self.world, self._progress = config, world, progress
         self.clock, arch = PhaseTimer(device.synchronize), read_architecture(config.actor.path)
         self._actor_layout = self._train = layout_of(config.actor, world.size)
         specs = models_of(config)
@@ -325,7 +325,7 @@ class _Models:
             critic=config.critic,
             seed=config.run.seed,
             temperature=config.rollout.temperature,
-            progress=self.watchdog.beat,
+            progress=self._progress,
         )
         with self.clock.phase(spec.name):
             role = make_role(

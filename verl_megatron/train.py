@@ -24,12 +24,14 @@ def main(overrides: "DictConfig") -> None:
         )
 
 
-def serve_rollout(overrides: "DictConfig", role: str) -> None:
+def serve(overrides: "DictConfig", role: str) -> None:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import TrainerConfig
     from verl_megatron.launch.rollout_world import RolloutWorld
+    from verl_megatron.separate.scoring.world import ScoringWorld
 
-    RolloutWorld(structured(overrides, TrainerConfig), role).serve()
+    kind = RolloutWorld if role.startswith("rollout") else ScoringWorld
+    kind(structured(overrides, TrainerConfig), role).serve()
 
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
@@ -45,4 +47,4 @@ if __name__ == "__main__":
 
     from verl_megatron.launch.command_line import run_command
 
-    run_command(main, plan=plan, serve_rollout=serve_rollout)
+    run_command(main, plan=plan, serve=serve)

@@ -16,8 +16,9 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
-from verl_megatron.model_specs import is_separate
+from verl_megatron.model_specs import has_worlds
 from verl_megatron.observe import samples
+from verl_megatron.observe.activity import activities_of
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.pictures import draw_report
 from verl_megatron.observe.timeline import Activity
@@ -83,7 +84,7 @@ class RLTrainer(BaseTrainer):
             raise ValueError(problem)
         super().__init__(config, inspect_run, vllm=True)
         self.inputs.curriculum = curriculum
-        if is_separate(config):
+        if has_worlds(config):
             agree(given_address, self.world)
         self.say(optional_packages())
         for note in self.inputs.notes:
@@ -113,11 +114,12 @@ class RLTrainer(BaseTrainer):
 
     @property
     def ahead(self) -> int | None:
-        return self.config.async_.max_staleness if is_separate(self.config) else None
+        return self.config.async_.max_staleness if has_worlds(self.config) else None
 
     def other_ranks(self) -> Sequence[Activity]:
-        engine = self.run.engine
-        return engine.activities() if isinstance(engine, RemoteEngine) else ()
+        engine, scoring = self.run.engine, self.run.scoring
+        bridges = engine.bridges if isinstance(engine, RemoteEngine) else []
+        return activities_of(bridges + (scoring.bridges if scoring is not None else []))
 
     def _generation(self) -> str:
         planned = PlannedRun.of(self.config, world_size=self.world.size)

@@ -202,11 +202,15 @@ class VersionedReshard:
         A version that this rank has published is transferred first, unless another rank closes earlier. A
         complete version can still be adopted.
         """
+        self.begin_close()
+        self._thread.join()
+        self._raise_error()
+
+    def begin_close(self) -> None:
+        """Begin what `close` does; `closed` tells when it would not wait."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
-        self._raise_error()
 
     def abandon(self) -> tuple[int, Parameters] | None:
         """End the exchange on this rank alone, because other ranks are gone; return what has not left yet.

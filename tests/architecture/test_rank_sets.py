@@ -49,7 +49,7 @@ PROGRAMS = "verl_megatron/benchmarks/"
 MAY_CALL_WORLD = {
     "verl_megatron/lifecycle/base_trainer.py": "the top of a run",
     "verl_megatron/evaluation.py": "the top of a program",
-    "verl_megatron/launch/rollout_world.py": "the top of a world",
+    "verl_megatron/separate/world.py": "the top of a world",
     "verl_megatron/rollout/vllm.py": "vLLM makes its groups over the default group",
 }
 

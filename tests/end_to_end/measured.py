@@ -7,7 +7,7 @@ from verl_megatron.observe.tracking import read_metrics
 # Keys that no two runs agree on: seconds, memory, which samples a replica decodes together, and the last bit
 # of vLLM's log-probs, which depends on that.
 MEASURED = re.compile(
-    r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/(logprob_gap|concurrent|kv_cache_used|preempted)"
+    r"time/|memory/|async/.*(wait|generation)|.*throughput|.*_ms$|.*/ms$|rollout/(logprob_gap|concurrent|kv_cache_used|preempted)"
 )
 
 

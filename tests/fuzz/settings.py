@@ -118,6 +118,7 @@ USELESS = {
         "algorithm.check_logprobs_interval=3",
         "algorithm.reuse_logprobs=false",
     ),
+    "algorithm.reuse_logprobs": ("algorithm.reuse_logprobs=false", "algorithm.old_logprobs=sampler"),
     "algorithm.teacher_coef": ("algorithm.teacher_coef=2",),
     "algorithm.mask_cut": ("algorithm.mask_cut=true", "rollout.ignore_eos=true"),
     "data.curriculum": ("data.curriculum=files",),

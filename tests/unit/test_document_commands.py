@@ -207,7 +207,7 @@ def test_commands_of_the_toy_job_are_valid(line, toy, monkeypatch, capsys):
         raise SystemExit(0)
 
     monkeypatch.setattr("verl_megatron.launch.ranks.start", start)
-    monkeypatch.setattr("verl_megatron.launch.worlds.start_worlds", start)
+    monkeypatch.setattr("verl_megatron.launch.supervisor.supervise_here", start)
     monkeypatch.chdir(toy)
     _, name, *words = shlex.split(line)
     with pytest.raises(SystemExit) as ended:

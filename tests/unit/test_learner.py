@@ -1,77 +1,15 @@
-"""The learner with a simple function as its actor: reused old log-probs give what a separate pass gives.
-
-Letters: B samples, N response tokens of a micro-batch, T positions of prompt and response.
-"""
+"""The learner with a simple function as its actor: reused old log-probs give what a separate pass gives."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from parallel.layout import Layout
-from parallel.rank_set import world
-from verl_megatron.algorithms.kl import FixedKL
+from tests.simple_learner import RESPONSES, SimpleEngine, infer_models, learn, scored_batch
 from verl_megatron.algorithms.normalizers import NORMALIZERS, leave_out
-from verl_megatron.config import AlgorithmConfig, EngineConfig
-from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.collector import DataCollector
-from verl_megatron.data.micro_batch import pack
-from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.data.shared_prompts import pack_shared
-from verl_megatron.learner import Learner
-from verl_megatron.observe.metrics import PhaseTimer, Sums
+from verl_megatron.algorithms.proximal import loglinear
 from verl_megatron.roles import role
-from verl_megatron.roles.role import Role
-
-RESPONSES = [3, 1, 6, 2, 0, 5, 4, 2, 6]  # tokens of each of three samples of three prompts
-
-
-class SimpleEngine:
-    """An engine whose log-prob of a token is a parameter of its position plus a constant of its sample."""
-
-    head, value_head = "lm", None
-
-    def __init__(self, seed: int):
-        layout = Layout.parse("tp1", (0,))
-        self.layout, self.config = layout, EngineConfig(tokens_per_micro_batch=8)
-        self.groups = SimpleNamespace(layout=layout, world=world(), is_member=True, is_last_stage=True)
-        generator = torch.Generator().manual_seed(seed)
-        self.constant_BT = torch.randn(len(RESPONSES), 8, generator=generator) - 1.5
-        self.weight_T = torch.zeros(8, requires_grad=True)
-        self.num_inferred = 0  # samples of all separate passes
-
-    def pack(self, batch: RolloutBatch, samples: list[int], **options):
-        return (pack_shared if self.config.shared_prompts else pack)(batch, samples, **options)
-
-    def outputs(self, batch: RolloutBatch, micro) -> dict[str, Tensor]:
-        constant_N = self.constant_BT[batch.sample_id[micro.sample], micro.offset]
-        logprobs_N = constant_N + self.weight_T[micro.offset]
-        return {"logprobs": logprobs_N, "entropy": torch.zeros_like(logprobs_N)}
-
-    def infer(self, batch: RolloutBatch, micro_batches) -> dict[str, Tensor]:
-        self.num_inferred += sum(map(len, micro_batches))
-        micros = [self.pack(batch, samples) for samples in micro_batches]
-        with torch.no_grad():
-            return role.filled(
-                self, batch, [(micro, self.outputs(batch, micro)) for micro in micros], ["logprobs"]
-            )
-
-    def train_step(self, batch: RolloutBatch, micro_batches, loss, *, fields, scale) -> Sums:
-        sums, total = Sums(), 0.0
-        for samples in micro_batches:
-            micro = self.pack(batch, samples, fields=fields)
-            loss_N, metrics = loss(self.outputs(batch, micro), micro)
-            if scale.weight_B is not None:
-                loss_N = scale.weight_B[batch.sample_id[micro.sample]] * loss_N
-            total = total + loss_N.sum() / scale.divisor
-            sums.merge(metrics)
-        (gradient_T,) = torch.autograd.grad(total, self.weight_T)
-        with torch.no_grad():
-            self.weight_T -= 2.0 * gradient_T  # far enough that ratios are clipped
-        return sums
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,52 +22,7 @@ def world_of_one():
 
 @pytest.fixture(autouse=True)
 def passes_of_simple_engines(monkeypatch):
-    def infer_models(engines, batch, micro_batches, names, *, last_token=False):
-        return [engine.infer(batch, micro_batches) for engine in engines]
-
     monkeypatch.setattr(role, "infer_models", infer_models)
-
-
-def scored_batch() -> RolloutBatch:
-    batch = RolloutBatch.from_lists(
-        list(range(9)), [[1, 2]] * 9, [[3] * n for n in RESPONSES], [[-1.5] * n for n in RESPONSES]
-    )
-    batch.group_id = batch.sample_id // 3
-    batch.rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0])
-    return batch
-
-
-def learn(
-    *,
-    step: int,
-    reference: bool = False,
-    batch: RolloutBatch | None = None,
-    shared_prompts: bool = False,
-    **settings,
-):
-    """One iteration; the actor's engine and the metrics."""
-    config = AlgorithmConfig(name="grpo", **settings)
-    engines = {"actor": SimpleEngine(0)} | ({"reference": SimpleEngine(1)} if reference else {})
-    for engine in engines.values():
-        engine.config.shared_prompts = shared_prompts
-    roles = {
-        name: Role(engine, DataCollector(engine.layout, engine.groups.world))
-        for name, engine in engines.items()
-    }
-    learner = Learner(
-        roles,
-        config=config,
-        max_tokens=6,
-        kl=FixedKL(0.1),
-        residency=SimpleNamespace(enter_training=lambda engine: None),
-        clock=PhaseTimer(),
-    )
-    batch = scored_batch() if batch is None else batch
-    table = SampleTable.gather(
-        batch, world(), num_mini_batches=config.num_mini_batches, shared_prompts=shared_prompts
-    )
-    metrics = learner.learn(batch, table, Sums(), step=step)
-    return engines["actor"], metrics
 
 
 @pytest.mark.parametrize(
@@ -236,3 +129,86 @@ def test_shared_prompts_change_no_metric(mini_batches):
     (rows, want), (shared, found) = (learn(shared_prompts=share, **settings) for share in (False, True))
     assert found == pytest.approx(want, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(shared.weight_T, rows.weight_T)
+
+
+# ---- old log-probs without a pass --------------------------------------------------------------------------
+
+STALE_B = [0, 0, 0, 1, 1, 1, 3, 3, 3]  # updates by which the weights of a sample lag behind
+
+
+def stale_batch(step: int):
+    batch = scored_batch()
+    batch.policy_version = step - 1 - torch.tensor(STALE_B)
+    return batch
+
+
+def trained_by_loop(old_logprobs: str, *, epochs: int, num_mini_batches: int) -> torch.Tensor:
+    """The positions' weights after an iteration of GRPO, in plain PyTorch, sample by sample."""
+    batch, constant_BT, weight_T = scored_batch(), SimpleEngine(0).constant_BT, torch.zeros(8)
+    advantages, num_steps = advantages_of(batch.rewards.tolist()), epochs * num_mini_batches
+    for step in range(num_steps):
+        weight_T.requires_grad_()
+        width, place, loss, count = 9 // num_mini_batches, step % num_mini_batches, torch.tensor(0.0), 0
+        for b in range(place * width, (place + 1) * width):
+            for t in range(2, 2 + RESPONSES[b]):
+                logprob, sampler = constant_BT[b, t] + weight_T[t], torch.tensor(-1.5)
+                if old_logprobs == "sampler":
+                    old = sampler
+                elif step == 0:
+                    old = logprob.detach()
+                else:
+                    alpha = STALE_B[b] / (STALE_B[b] + step / num_steps)
+                    old = (1 - alpha) * sampler + alpha * logprob.detach()
+                ratio, advantage = (logprob - old).exp(), advantages[b]
+                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                count += 1
+        (gradient_T,) = torch.autograd.grad(loss / count, weight_T)
+        weight_T = weight_T.detach() - 2.0 * gradient_T
+    return weight_T
+
+
+@pytest.mark.parametrize("old_logprobs", ["sampler", "loglinear"])
+@pytest.mark.parametrize(("epochs", "num_mini_batches"), [(1, 1), (1, 3), (2, 3)])
+def test_old_log_probs_without_a_pass(old_logprobs, epochs, num_mini_batches):
+    settings = {"epochs": epochs, "num_mini_batches": num_mini_batches, "old_logprobs": old_logprobs}
+    engine, metrics = learn(step=7, batch=stale_batch(7), **settings)
+    expected_T = trained_by_loop(old_logprobs, epochs=epochs, num_mini_batches=num_mini_batches)
+    torch.testing.assert_close(engine.weight_T.detach(), expected_T)  # float32 sums
+    assert engine.num_inferred == 0 and "policy/proximal_error" not in metrics
+    assert ("policy/effective_sample_size" in metrics) == (old_logprobs == "sampler")
+    checked, found = learn(step=50, batch=stale_batch(50), **settings)
+    assert torch.equal(checked.weight_T, engine.weight_T) and checked.num_inferred == 9
+    error = found.pop("policy/proximal_error")
+    assert found == metrics and (error == 0) == (
+        old_logprobs == "loglinear" and epochs * num_mini_batches == 1
+    )
+
+
+def test_with_one_step_loglinear_is_recompute_to_the_last_bit():
+    batch = stale_batch(7)
+    settings = {"correction": "truncate", "kl_in": "loss", "kl_estimator": "k3", "reference": True}
+    expected, expected_metrics = learn(step=7, reuse_logprobs=False, **settings)
+    engine, metrics = learn(step=7, batch=batch, old_logprobs="loglinear", **settings)
+    assert torch.equal(engine.weight_T, expected.weight_T) and metrics == expected_metrics
+    assert (expected.num_inferred, engine.num_inferred) == (9, 0)
+
+
+def test_each_token_is_interpolated_by_its_own_version():
+    batch = stale_batch(7)
+    batch.token_versions = torch.where(torch.arange(8) < 4, 2, 6).expand(9, 8).clone()
+    batch.set_behind(6)
+    assert batch.behind[2].tolist() == [0, 0, 4, 4, 0, 0, 0, 0] and not batch.behind[4].any()
+    behind_N = batch.behind[2, 2:6]
+    found_N = loglinear(torch.full((4,), -2.0), torch.full((4,), -1.0), behind_N, done=0.5)
+    torch.testing.assert_close(found_N, torch.tensor([-1 - 4 / 4.5, -1 - 4 / 4.5, -1.0, -1.0]))
+
+
+def test_samples_that_no_step_has_reached_keep_the_samplers_log_probs():
+    batch = stale_batch(7)
+    _, metrics = learn(
+        step=7, batch=batch, old_logprobs="loglinear", num_mini_batches=3, epochs=2, target_kl=1e-9
+    )
+    assert metrics["policy/steps"] == 2  # the first has no KL
+    engine = SimpleEngine(0)
+    assert torch.equal(batch.logprobs[0, 2:5], engine.constant_BT[0, 2:5])
+    assert (batch.logprobs[6:] == batch.rollout_logprobs[6:]).all()

@@ -11,7 +11,7 @@ from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 from verl_megatron.algorithms.diagnostics import batch_sums
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.observe.metrics import RESERVED, PhaseTimer, Sums, iteration_metrics, own_metric
+from verl_megatron.observe.metrics import RESERVED, Amounts, PhaseTimer, Sums, iteration_metrics, own_metric
 
 
 def alone(sums: Sums) -> dict[str, float]:
@@ -141,14 +141,23 @@ def test_batch_sums_match_a_loop():
 
 def test_iteration_metrics_have_the_documented_keys():
     seconds = {"rollout": 2.0, "critic_update": 0.5, "actor_update": 1.0, "reshard": 0.25}
-    costs = iteration_metrics(
-        seconds,
+    amounts = Amounts(
+        tokens=750,
         response_tokens=300,
+        gpus=4,
         reshard_bytes=77,
         memory_bytes={"rollout": 2 * 2**20, "actor_update": 3 * 2**20},
     )
+    costs = iteration_metrics(seconds, amounts)
+    separate = iteration_metrics(seconds, amounts, waited_s=0.75, made_s=2.25)
+    assert separate == costs | {
+        "rollout/throughput_tokens_per_sec": 300 / 2.25,
+        "async/rollout_wait_fraction": 0.25,
+        "async/training_wait_fraction": 2.0 / 3.75,
+    }
     assert costs == {
         "rollout/throughput_tokens_per_sec": 150.0,
+        "train/throughput_tokens_per_sec_per_gpu": 50.0,
         "train/step_time_ms": 3750.0,
         "memory/actor_gpu_mem_mb": 3.0,
         "memory/rollout_mb": 2.0,

@@ -343,3 +343,17 @@ def test_ranks_without_a_model_hold_vllm_alone(offload):
         for part in ("weights", "gradients", "optimizer")
     )
     assert idle.phases["rollout"]["kv cache"] == busy.phases["rollout"]["kv cache"] > 0
+
+
+@pytest.mark.parametrize("old_logprobs", ["sampler", "loglinear"])
+def test_old_log_probs_without_a_pass_take_the_references_time_alone(old_logprobs):
+    def passes(**settings) -> dict[str, float]:
+        run = run_of(
+            configured(run_config(), {f"algorithm.{name}": value for name, value in settings.items()}), 4
+        )
+        return plan_seconds(run, H200, plan_memory(run, H200)).seconds
+
+    both, one = passes(kl_in="loss"), passes(kl_in="loss", old_logprobs=old_logprobs)
+    assert 0.4 < one["log_probs"] / both["log_probs"] < 0.6
+    assert "log_probs" not in passes(kl_coef=0.0, old_logprobs=old_logprobs)
+    assert one["actor_update"] == both["actor_update"]

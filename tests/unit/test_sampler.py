@@ -114,8 +114,11 @@ def collect_varied(sampler, source, draw, *, iteration=1):
 
 def test_prompts_without_variance_are_replaced_by_further_ones():
     engine, source = ScriptedEngine(odd_vary), Endless()
-    prompts, _, metrics = collect_varied(sampler_of(engine, FirstToken()), source, draw_of(4))
+    sampler = sampler_of(engine, FirstToken())
+    prompts, batch, metrics = collect_varied(sampler, source, draw_of(4))
     assert prompts == [1, 3, 5, 7] and source.drawn == 4 + 2 + 1 + 1
+    made = sum(len(odd_vary(request)) for request in engine.submitted)
+    assert (sampler.num_dropped, sampler.dropped_tokens) == (8, made - int(batch.response_mask.sum()))
     assert metrics["rollout/groups_sampled"] == 8 and metrics["rollout/groups_without_variance"] == 4
     seeds = [request.seed for request in engine.submitted]
     assert seeds == [sample_seed(3, 1, i) for i in range(16)], (

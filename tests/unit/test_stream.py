@@ -82,6 +82,10 @@ def test_tokens_are_the_same_and_know_their_version(partial, after, limit):
         assert len(versions[i]) == length and versions[i] == sorted(versions[i])
     mixed = sorted(i for i, own in versions.items() if len(set(own)) == 2)
     assert len(scored) == 6 and stream.num_interrupted >= len(mixed)
+    if partial != "continue":
+        assert not stream.aborted_tokens
+    elif limit == 6:
+        assert stream.aborted_tokens == after * len(mixed)
     if partial == "finish":
         assert not mixed and not stream.num_interrupted
     elif limit == 6 and 1 <= after <= 5:

@@ -13,6 +13,7 @@ from tests.planned import run_config
 from verl_megatron.launch import supervisor
 from verl_megatron.launch.board import Board
 from verl_megatron.launch.hosts import place_worlds
+from verl_megatron.launch.lookout import Lookout
 from verl_megatron.launch.node import Call
 from verl_megatron.planner.search import configured
 
@@ -60,6 +61,34 @@ def test_worlds_that_share_a_host_and_go_on_on_another_are_refused(devices, worl
         placed(devices, 8, world_size)
 
 
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(supervisor.device, "is_gpu", lambda: True)
+    monkeypatch.setattr(supervisor.device, "visible_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def gpus_of(devices: str, *, ranks: int) -> list[str]:
+    call = Call.here("module", [], ranks=ranks, restarts=0)
+    return [supervisor._gpus(part, call)["CUDA_VISIBLE_DEVICES"] for part in placed(devices, ranks)]
+
+
+def test_each_world_of_a_host_gets_its_own_gpus(four_gpus, monkeypatch):
+    assert gpus_of("3", ranks=4) == ["0,1,2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+    assert gpus_of("1", ranks=2) == ["7", "5"]
+
+
+def test_too_few_gpus_for_all_worlds_are_refused(four_gpus):
+    with pytest.raises(ValueError, match="the rollout world needs 5 GPUs on this host, which has 4; name"):
+        gpus_of("3-4", ranks=5)
+
+
+def test_a_fault_is_started_again_and_an_error_is_not():
+    statuses = (0, 1, 2, 75, 130, 134, 137, 139, 143)
+    assert [status for status in statuses if supervisor._is_fault(status)] == [75, 134, 137, 139]
+
+
 # ---- the board ---------------------------------------------------------------------------------------------
 
 
@@ -99,8 +128,12 @@ class Run:
                 arguments=[str(folder)],
             )
             own = [supervisor._World(part, call, {}) for part in parts if part.host == host]
+            lookout = Lookout("127.0.0.1:1", TOKEN)  # no training world answers there
             self.asked[host] = type("Asked", (), {"received": set()})()
-            self._start(supervisor._Supervisor(call, Board(self.store, TOKEN), own, self.asked[host]), host)
+            self._start(
+                supervisor._Supervisor(call, Board(self.store, TOKEN), own, self.asked[host], lookout),
+                host,
+            )
 
     def _start(self, one: supervisor._Supervisor, host: int) -> None:
         def run() -> None:

@@ -63,6 +63,27 @@ MEANINGLESS = [
         "algorithm.check_logprobs_interval=5 has no effect with algorithm.reuse_logprobs=false",
     ),
     (
+        {"algorithm__old_logprobs": "sampler", "algorithm__reuse_logprobs": False},
+        "algorithm.reuse_logprobs=false has no effect with algorithm.old_logprobs=sampler",
+    ),
+    (
+        {"algorithm__old_logprobs": "sampler", "algorithm__correction": "mask"},
+        "algorithm.old_logprobs=sampler with algorithm.correction=mask makes each importance weight 1",
+    ),
+    (
+        {"algorithm__old_logprobs": "loglinear", "algorithm__kl_coef": 0.1},
+        "algorithm.old_logprobs=loglinear is known in the update, and the advantages",
+    ),
+    (TEACHER | {"algorithm__old_logprobs": "loglinear"}, "use recompute or sampler"),
+    (
+        {"algorithm__old_logprobs": "loglinear", "critic__share_trunk": True},
+        "algorithm.old_logprobs=loglinear with critic.share_trunk=true saves nothing",
+    ),
+    (
+        {"algorithm__old_logprobs": "sampler", "rollout__top_p": 0.9},
+        "algorithm.old_logprobs=sampler with rollout.top_p=0.9: the sampler's log-probs are of the tokens",
+    ),
+    (
         {"algorithm__num_mini_batches": 1, "algorithm__target_kl": 0.1},
         "algorithm.target_kl=0.1 has no effect",
     ),

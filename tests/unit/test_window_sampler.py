@@ -17,7 +17,7 @@ from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.rollout.sampling import Generation, Sampling
 from verl_megatron.separate import window_sampler
 from verl_megatron.separate.orders import VALIDATION, GroupSamples, Reply, shares_of
-from verl_megatron.separate.remote_sampler import Resumed
+from verl_megatron.separate.remote_sampler import Demand, Resumed
 from verl_megatron.separate.window_sampler import WindowSampler
 
 P, SAMPLES, LAST = 4, 2, 12
@@ -62,7 +62,14 @@ class Link:
         self.random.shuffle(done)
         groups = [self.samples(number, self.groups.pop(number)) for number in done]
         return [
-            Reply(groups=groups, sums={"totals": {}, "maxima": {}}, interrupted=0, idle_s=1.0, busy_s=2.0)
+            Reply(
+                groups=groups,
+                sums={"totals": {}, "maxima": {}},
+                interrupted=2,
+                aborted_tokens=5,
+                idle_s=1.0,
+                busy_s=2.0,
+            )
         ]
 
     def samples(self, number, version):
@@ -115,12 +122,12 @@ class Fleet:
         cursor.load_state_dict(block.cursor)
         return PROMPTS[cursor.draw(block.count)[index]]
 
-    def admit(self, *, waits=False):
+    def admit_any(self):
         for link in self.links.values():
             link.alive = link.alive and self.random.random() >= self.deaths
         missing = [place for place in (0, 1) if place not in self.links]
-        joined = [place for place in missing if self.random.random() < 0.3 or (waits and not self.links)]
-        for place in joined[:1] if waits and not self.links else joined:
+        joined = [place for place in missing if self.random.random() < 0.3 or not self.links]
+        for place in joined[:1] if not self.links else joined:
             self.links[place] = Link(self, self.random)
             self.all_links.append(self.links[place])
         return [place for place in joined if place in self.links]
@@ -145,7 +152,8 @@ class Fleet:
 
 def sampler_of(fleet, *, staleness, keep_group=None):
     cursor = PromptCursor(num_prompts=len(PROMPTS), seed=1)
-    sampler = WindowSampler(fleet, DRAW, cursor, keep_group=keep_group, max_staleness=staleness, last=LAST)
+    demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST)
+    sampler = WindowSampler(fleet, demand, keep_group=keep_group)
     return sampler, TrainingPrompts([], cursor)
 
 
@@ -168,6 +176,8 @@ def one_iteration(fleet, sampler, source, iteration, staleness):
     made = numbers["async/samples_sampled"]
     assert made == sum(numbers[f"async/samples_{name}"] for name in ("trained", "dropped", "in_flight"))
     assert numbers["async/samples_trained"] == iteration * P * SAMPLES
+    assert numbers["async/tokens_dropped"] == 2 * numbers["async/samples_dropped"]  # of 1 and of 3 tokens
+    assert 2 * numbers["async/tokens_aborted"] == 5 * numbers["async/interrupted"]
     fleet.version = iteration
     sampler.published(iteration)
     return trained_on(batch)

@@ -21,6 +21,7 @@ from verl_megatron.algorithms.advantages import (
 )
 from verl_megatron.algorithms.normalizers import NORMALIZERS, Normalizer
 from verl_megatron.algorithms.objectives import OBJECTIVES, Objective
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
@@ -109,9 +110,17 @@ def reuses_logprobs(config: AlgorithmConfig, models: Collection[str]) -> bool:
     Args:
         models: names of the run's models.
     """
+    return config.reuse_logprobs and is_recomputed(config) and not needs_logprobs(config, models)
+
+
+def needs_logprobs(config: AlgorithmConfig, models: Collection[str]) -> bool:
+    """Whether the advantages need old log-probs, so that they must be known before the update.
+
+    Args:
+        models: names of the run's models.
+    """
     penalizes = "reference" in models and config.kl_in == "reward"
-    needed = penalizes or "teacher" in models or "logprobs" in get_algorithm(config).needs
-    return config.reuse_logprobs and not needed
+    return penalizes or "teacher" in models or "logprobs" in get_algorithm(config).needs
 
 
 def get_objective(config: AlgorithmConfig) -> Objective:

@@ -28,7 +28,8 @@ def correction_of(config: TrainerConfig) -> str:
     """Return algorithm.correction, with auto replaced by what it stands for."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    return "truncate" if config.async_.max_staleness else "none"
+    is_stale = config.async_.max_staleness > 0 and config.algorithm.old_logprobs != "sampler"
+    return "truncate" if is_stale else "none"
 
 
 def importance_weights(
@@ -51,11 +52,16 @@ def importance_weights(
         weight_N = ratio_N.clamp(low, high)
     else:
         weight_N = torch.where(is_outside_N, 0.0, ratio_N)
-    sums, count = Sums(), weight_N.numel()
-    sums.add(WEIGHT, weight_N.sum(), count)
-    sums.add(WEIGHT_SQUARE, weight_N.square().sum(), count)
-    sums.add(OUTSIDE, is_outside_N.sum(), count)
+    sums = Sums()
+    add_weights(sums, weight_N)
+    sums.add(OUTSIDE, is_outside_N.sum(), weight_N.numel())
     return weight_N, sums
+
+
+def add_weights(sums: Sums, weight_N: Tensor) -> None:
+    """Add what `add_sample_size` needs of importance weights."""
+    sums.add(WEIGHT, weight_N.sum(), weight_N.numel())
+    sums.add(WEIGHT_SQUARE, weight_N.square().sum(), weight_N.numel())
 
 
 def add_sample_size(metrics: dict[str, float]) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Collection
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms import ALGORITHMS, needs_logprobs
 from verl_megatron.algorithms.correction import correction_of
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.checks.critic import check_trunk
 from verl_megatron.checks.rollout import check_table, most_samples, truncated_entries
 from verl_megatron.checks.unused import unused_problems
@@ -46,6 +47,7 @@ def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[st
     checks = (_check_kl, _check_correction, _check_dynamic_sampling, _check_curriculum, check_table)
     problems += [problem for check in checks for problem in check(config)]
     problems += check_trunk(config, needs) + _check_teacher(config, needs)
+    problems += _check_old_logprobs(config, needs)
     return problems + unused_problems(config, needs)
 
 
@@ -111,10 +113,23 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
     weight would contain the probability mass of the kept tokens.
     """
-    rollout, correction, named = config.rollout, correction_of(config), config.algorithm.correction
+    correction, named = correction_of(config), config.algorithm.correction
     if named == "auto":
         named = f"auto ({correction}, because async.max_staleness={config.async_.max_staleness})"
-    truncated = [
+    truncated = _truncated(config)
+    if correction == "none" or not truncated:
+        return []
+    return [
+        f"algorithm.correction={named} with {' and '.join(truncated)} would scale the loss by the "
+        "probability mass that the sampler keeps;"
+        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set correction=none"
+    ]
+
+
+def _truncated(config: TrainerConfig) -> list[str]:
+    """Return the settings that let the sampler keep some tokens only, for messages."""
+    rollout = config.rollout
+    return [
         f"rollout.{name}={getattr(rollout, name)}"
         for name, is_set in (
             ("top_p", rollout.top_p < 1),
@@ -123,13 +138,36 @@ def _check_correction(config: TrainerConfig) -> list[str]:
         )
         if is_set
     ] + truncated_entries(config)
-    if correction == "none" or not truncated:
+
+
+def _check_old_logprobs(config: TrainerConfig, needs: Collection[str]) -> list[str]:
+    """Refuse old log-probs without a pass where they are needed before the update, or would mislead."""
+    algorithm, problems = config.algorithm, []
+    if algorithm.name not in ALGORITHMS or is_recomputed(algorithm):
         return []
-    return [
-        f"algorithm.correction={named} with {' and '.join(truncated)} would scale the loss by the "
-        "probability mass that the sampler keeps;"
-        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set correction=none"
-    ]
+    named = f"algorithm.old_logprobs={algorithm.old_logprobs}"
+    models = {*needs, *["reference"] * bool(algorithm.kl_coef)}
+    if algorithm.old_logprobs == "loglinear" and needs_logprobs(algorithm, models):
+        problems.append(
+            f"{named} is known in the update, and the advantages (algorithm.name={algorithm.name}, "
+            f"kl_in={algorithm.kl_in}, teacher.path) need log-probs before it; use recompute or sampler"
+        )
+    if config.critic.share_trunk:
+        problems.append(
+            f"{named} with critic.share_trunk=true saves nothing: the pass for the values gives log-probs, "
+            "too; use old_logprobs=recompute"
+        )
+    if algorithm.old_logprobs == "sampler" and algorithm.correction in ("truncate", "mask"):
+        problems.append(
+            f"{named} with algorithm.correction={algorithm.correction} makes each importance weight 1; "
+            "use correction=auto or another old_logprobs"
+        )
+    if truncated := _truncated(config):
+        problems.append(
+            f"{named} with {' and '.join(truncated)}: the sampler's log-probs are of the tokens that it "
+            "keeps; sample from all tokens (top_p=1, top_k=-1, min_tokens=0), or use recompute"
+        )
+    return problems
 
 
 def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:

@@ -17,7 +17,7 @@ from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.values import check_tied, not_finite
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from verl_megatron.model_specs import models_of
+from verl_megatron.model_specs import models_apart, models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
 SERVED = "; or serve it with verl-megatron reward-server, which reads the texts with its own tokenizer"
@@ -42,7 +42,7 @@ def roles_of(config: TrainerConfig | SupervisedConfig) -> Roles:
     The reference uses the actor's. A value head on the actor's trunk may have a folder.
     """
     roles: dict[str, tuple[str, Head]] = {}
-    for spec in models_of(config):
+    for spec in (*models_of(config), *models_apart(config)):
         if spec.name != "reference":
             roles[spec.name] = (spec.model.path, spec.exports[spec.name])
         if spec.head == "lm_token" and isinstance(config, TrainerConfig) and config.critic.path:

@@ -1,14 +1,14 @@
 """Checks of a model section: layout and devices on the ranks, the folder's sizes, and how they split."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parallel.layout import Layout
 from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import tp_problems
 from verl_megatron.checks.problems import problem_of
-from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig, TeacherConfig
-from verl_megatron.model_specs import layout_of
+from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig, TeacherConfig, TrainerConfig
+from verl_megatron.model_specs import layout_of, scoring_worlds
 
 
 @dataclass
@@ -49,6 +49,32 @@ def check_model(
             for problem in _check_split(found.arch, found.layout, engine.dtype)
         ]
     return found
+
+
+def scorer_problems(config: TrainerConfig, world_size: int) -> list[str]:
+    """Return the problems of the reward model and the teacher, and of frozen models that have a world."""
+    try:
+        worlds = scoring_worlds(config)
+    except ValueError:
+        return []  # reported with the rollout's devices
+    sizes = {name: len(world.ranks) for world in worlds for name in world.models}
+    problems = []
+    for name in ("teacher", "reward"):
+        section: TeacherConfig | RewardConfig = getattr(config, name)
+        if name in sizes and not section.path:
+            problems.append(
+                f"{name}.devices={short_repr(section.devices)} names ranks that only score, and {name}.path "
+                "is empty; set it, or leave the devices empty"
+            )
+        elif section.path:
+            here = replace(section, devices="") if name in sizes else section
+            found = check_model(name, here, config.engine, world_size=sizes.get(name, world_size))
+            problems += found.problems
+    if "reference" in sizes:
+        model = ModelConfig(path=config.actor.path, layout=config.reference.layout)
+        found = check_model("reference", model, config.engine, world_size=sizes["reference"])
+        problems += [problem for problem in found.problems if not problem.startswith("reference.path")]
+    return problems
 
 
 def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:

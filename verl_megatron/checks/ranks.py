@@ -9,7 +9,7 @@ from parallel.layout import last_rank, least_ranks
 from parallel.runtime.process import LAUNCHER
 from verl_megatron.checks.limits import check_types
 from verl_megatron.config import SupervisedConfig, TrainerConfig
-from verl_megatron.model_specs import models_of
+from verl_megatron.model_specs import has_worlds, models_of
 
 
 def ranks_needed(config: TrainerConfig | SupervisedConfig) -> int:
@@ -37,6 +37,8 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
     launched = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
     if world_size > 1 or launched or check_types(config):
         return []
+    if isinstance(config, TrainerConfig) and has_worlds(config):
+        return []  # a part of a run of several worlds
     needed = ranks_needed(config)
     if needed == 1:
         return []

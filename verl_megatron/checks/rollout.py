@@ -11,7 +11,14 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import LEAST_TEMPERATURE, AsyncConfig, RolloutConfig, TrainerConfig
-from verl_megatron.model_specs import num_training_ranks, rollout_worlds, shares_dtype
+from verl_megatron.model_specs import (
+    has_worlds,
+    named_devices,
+    num_training_ranks,
+    rollout_worlds,
+    serving_worlds,
+    shares_dtype,
+)
 from verl_megatron.rollout.adaptive import Entry, Table, parse_table
 from verl_megatron.rollout.engine import num_replicas
 
@@ -24,7 +31,7 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
     rollout = config.rollout
     if rollout.tp < 1:
         return []  # reported by its interval
-    problems = problem_of(rollout_worlds, config)
+    problems = problem_of(serving_worlds, config)
     if not problems:
         sizes = [len(world.ranks) for world in rollout_worlds(config)] or [world_size]
         found = (problem_of(num_replicas, world_size=size, tp=rollout.tp) for size in sizes)
@@ -87,14 +94,15 @@ def _check_asynchrony(config: TrainerConfig) -> list[str]:
 def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
     """Check a rollout on ranks of its own, and what needs one."""
     rollout, problems = config.rollout, _check_asynchrony(config)
-    if not rollout.devices:
-        return problems
-    if num_training_ranks(config) != world_size:
+    if has_worlds(config) and num_training_ranks(config) != world_size:
+        devices = named_devices(config)
         problems.append(
-            f"rollout.devices={short_repr(rollout.devices)} leaves "
+            f"{devices} {'leave' if ' and ' in devices else 'leaves'} "
             f"{counted(num_training_ranks(config), 'rank')} to train, and {world_size} were started "
             "for that; start them with verl-megatron train"
         )
+    if not rollout.devices:
+        return problems
     if config.reshard.mode != "keep":
         problems.append(
             f"reshard.mode={config.reshard.mode} shares memory with a rollout on the same ranks, and "

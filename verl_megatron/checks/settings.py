@@ -12,7 +12,7 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.algorithm import algorithm_problems
 from verl_megatron.checks.batches import check_batch
 from verl_megatron.checks.limits import check_types, check_values
-from verl_megatron.checks.models import CheckedModel, check_model
+from verl_megatron.checks.models import CheckedModel, check_model, scorer_problems
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
@@ -47,9 +47,8 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         layouts["critic"] = critic.layout
     written = ("actor", "critic") if "critic" in needs else ("actor",)
     problems += output_problems(config.run, {role: getattr(config, role).path for role in written})
-    problems += _check_reward(config, world_size)
-    if config.teacher.path:
-        problems += check_model("teacher", config.teacher, config.engine, world_size=world_size).problems
+    problems += _check_reward(config)
+    problems += scorer_problems(config, world_size)
     problems += check_rollout(config, actor.arch, world_size)
     problems += check_batch(config, layouts)
     problems += algorithm_problems(config, needs)
@@ -165,7 +164,7 @@ def _check_engine(engine: EngineConfig) -> list[str]:
     return problems
 
 
-def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
+def _check_reward(config: TrainerConfig) -> list[str]:
     reward, algorithm = config.reward, ALGORITHMS.get(config.algorithm.name)
     if not reward.is_given:
         needed = [f"algorithm.name={config.algorithm.name}"] * (algorithm is None or algorithm.needs_rewards)
@@ -193,6 +192,4 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
             f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
             f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
         )
-    if reward.path:
-        problems += check_model("reward", reward, config.engine, world_size=world_size).problems
     return problems

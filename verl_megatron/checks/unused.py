@@ -8,6 +8,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.checks.limits import value_problems
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
@@ -44,6 +45,7 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
         *_of_algorithm(config, needs),
         *_of_switches(replace(config.algorithm, correction=correction_of(config))),
         *_of_other_sections(config),
+        *_of_placement(config),
     ):
         for name in unused.names:
             value, default, limits = _setting(config, name)
@@ -125,7 +127,13 @@ def _of_switches(algorithm: AlgorithmConfig) -> Iterator[Unused]:
             because="with algorithm.dynamic_sampling=false",
             remedy="set dynamic_sampling=true",
         )
-    if not algorithm.reuse_logprobs:
+    if not is_recomputed(algorithm):
+        yield Unused(
+            names=("algorithm.reuse_logprobs",),
+            because=f"with algorithm.old_logprobs={algorithm.old_logprobs}",
+            remedy="set old_logprobs=recompute",
+        )
+    elif not algorithm.reuse_logprobs:
         yield Unused(
             names=("algorithm.check_logprobs_interval",),
             because="with algorithm.reuse_logprobs=false",
@@ -181,12 +189,6 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
                 because=f"without {function} in reward.function",
                 remedy=f"set reward.function=[{function},...]",
             )
-    if config.rollout.devices:
-        yield Unused(
-            names=("reshard.offload", "rollout.sleep"),
-            because="with a rollout on ranks of its own, for which no room has to be made",
-            remedy="leave rollout.devices empty",
-        )
     if config.rollout.max_num_seqs == 1:
         yield Unused(
             names=("rollout.dynamic_batching",),
@@ -198,6 +200,28 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
             names=("reward.overlong_penalty",),
             because="with reward.overlong_tokens=0",
             remedy="set overlong_tokens above 0",
+        )
+
+
+def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
+    """Yield settings that depend on which models have ranks of their own."""
+    if config.rollout.devices:
+        yield Unused(
+            names=("reshard.offload", "rollout.sleep"),
+            because="with a rollout on ranks of its own, for which no room has to be made",
+            remedy="leave rollout.devices empty",
+        )
+    if not config.reference.devices:
+        yield Unused(
+            names=("reference.layout",),
+            because="without reference.devices, where the reference has the actor's layout",
+            remedy="set reference.devices",
+        )
+    if not config.algorithm.kl_coef:
+        yield Unused(
+            names=("reference.devices",),
+            because="with algorithm.kl_coef=0, which has no reference",
+            remedy="set kl_coef above 0",
         )
 
 

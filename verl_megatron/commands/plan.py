@@ -29,7 +29,7 @@ from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.options import COUNT, Options, check_output
-from verl_megatron.model_specs import is_separate, num_training_ranks, rollout_devices
+from verl_megatron.model_specs import has_worlds, named_devices, num_ranks, num_training_ranks
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
@@ -170,14 +170,13 @@ def _training_ranks(config: TrainerConfig, gpus: int) -> int:
     """Return how many of `gpus` train.
 
     Raises:
-        ValueError: rollout.devices are not the last of them.
+        ValueError: the devices of other worlds are not the last of them.
     """
-    if not is_separate(config):
+    if not has_worlds(config):
         return gpus
-    if rollout_devices(config)[-1] != gpus - 1:
+    if num_ranks(config) != gpus:
         raise ValueError(
-            f"rollout.devices={config.rollout.devices} must end with the last of --gpus {gpus}, {gpus - 1}; "
-            "change one of them"
+            f"{named_devices(config)} must end with the last of --gpus {gpus}, {gpus - 1}; change one of them"
         )
     return num_training_ranks(config)
 

@@ -127,22 +127,23 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
-    from verl_megatron.model_specs import rollout_devices
+    from verl_megatron.launch.hosts import devices_in
+    from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
     check_environment()
     known, settings = settings_of(rest, LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
     _check_command(training, settings, known.config or known.config_name)
-    separate = training is TRAIN and _has_rollout_devices(settings)
+    devices = devices_in(settings) if training is TRAIN else TrainerConfig()
+    separate = has_worlds(devices)
     if separate and given.ranks:
         raise ValueError(
-            f"--ranks {given.ranks} beside rollout.devices, which says how many ranks there are; leave it out"
+            f"--ranks {given.ranks} beside {named_devices(devices)}, which says how many ranks there are; "
+            "leave it out"
         )
     if separate:
-        devices = TrainerConfig()
-        devices.rollout.devices = str(settings["rollout"]["devices"])
-        ranks = rollout_devices(devices)[-1] + 1
+        ranks = num_ranks(devices)
     else:
         ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -152,9 +153,9 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0 if fits else NO_ROOM
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate:
-        from verl_megatron.launch.worlds import start_worlds
+        from verl_megatron.launch.supervisor import supervise_here
 
-        start_worlds(training.module, rest, devices, restarts=given.max_restarts)
+        sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
 
 
@@ -168,11 +169,6 @@ def _check_command(training: Training, settings: dict[str, Any], recipe: str | N
         raise ValueError(
             f"recipe {short_repr(recipe)} is for another command; start it with verl-megatron {command}"
         )
-
-
-def _has_rollout_devices(settings: dict[str, Any]) -> bool:
-    rollout = settings.get("rollout")
-    return isinstance(rollout, dict) and bool(rollout.get("devices"))
 
 
 def _as_a_rank(module: str, arguments: list[str]) -> None:

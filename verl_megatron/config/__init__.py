@@ -13,7 +13,13 @@ from verl_megatron.config.algorithm import (
 )
 from verl_megatron.config.asynchrony import AsyncConfig
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
-from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
+from verl_megatron.config.models import (
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TeacherConfig,
+)
 from verl_megatron.config.names import name_here
 from verl_megatron.config.older_names import OLDER_NAMES, check_remote_code, older_settings
 from verl_megatron.config.presets import get_trainer_config
@@ -55,6 +61,7 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "PairDataConfig",
+    "ReferenceConfig",
     "ReshardConfig",
     "RewardConfig",
     "RewardModelConfig",

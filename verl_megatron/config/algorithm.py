@@ -72,6 +72,13 @@ class AlgorithmConfig(Section):
     )
     correction_low: float = setting(0.0, "lower bound of the importance weight", within="[0, 1]")
     correction_high: float = setting(2.0, "upper bound of the importance weight", within="[1, 1000000]")
+    old_logprobs: str = setting(
+        "recompute",
+        "log-probs of the proximal policy, to which ratios are taken: the actor's before the iteration's "
+        "updates (recompute); without a pass for them the sampler's, or loglinear between these and the "
+        "update's, by version",
+        choices=("recompute", "sampler", "loglinear"),
+    )
     reuse_logprobs: bool = setting(
         True, "take the old log-probs of an iteration's first step from its own forward pass if possible"
     )

@@ -120,7 +120,11 @@ class RewardConfig(Section):
     )  # float32
     path: str = setting("", "sequence-classification folder, hub name or URL; empty: no reward model")
     layout: str = setting("tp1", "layout of the reward model, as actor.layout")
-    devices: str = setting("", "ranks of the reward model, as actor.devices")
+    devices: str = setting(
+        "",
+        "ranks of the reward model: some of those that train, or after them for ranks that only score; "
+        "empty: all that train",
+    )
 
     @property
     def is_given(self) -> bool:

@@ -32,12 +32,22 @@ class CriticConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
+class ReferenceConfig(Section):
+    """The reference: the initial weights of the actor, frozen. Without devices it is where the actor is."""
+
+    layout: str = setting("tp1", "layout of a reference on ranks of its own, as actor.layout")
+    devices: str = setting(
+        "", "ranks that only score, after those that train; empty: those of the actor, with its layout"
+    )
+
+
+@dataclass(kw_only=True)
 class TeacherConfig(Section):
     """Frozen model of on-policy distillation."""
 
     path: str = setting("", "folder, hub name or URL, with the actor's tokenizer; empty: no teacher")
     layout: str = setting("tp1", "layout of the teacher, as actor.layout")
-    devices: str = setting("", "ranks of the teacher, as actor.devices")
+    devices: str = setting("", "ranks of the teacher, as reward.devices")
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from verl_megatron.config.algorithm import AlgorithmConfig, DPOLossConfig
 from verl_megatron.config.asynchrony import AsyncConfig
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
-from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
+from verl_megatron.config.models import (
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TeacherConfig,
+)
 from verl_megatron.config.older_names import OLDER_NAMES
 from verl_megatron.config.rollout import ReshardConfig, RolloutConfig
 from verl_megatron.config.run import RunConfig
@@ -24,6 +30,7 @@ class TrainerConfig(Section):
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

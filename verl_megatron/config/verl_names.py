@@ -222,6 +222,11 @@ VERL: Table = {
             "masked tokens count in the normalizer here, not in verl",
         ),
         row(
+            "algorithm.rollout_correction.bypass_mode",
+            "`algorithm.old_logprobs`",
+            "`sampler` is true, `recompute` false",
+        ),
+        row(
             "arr.actor.tis_imp_ratio_cap",
             "`algorithm.correction_high`",
             "with `algorithm.correction=truncate`",

@@ -31,6 +31,8 @@ class RolloutBatch:
     policy_version: Tensor | None = None  # [B] int64, update count of the policy that generated the sample
     # [B, T] int64, update count for each response token; None: policy_version for all
     token_versions: Tensor | None = None
+    # [B, T] float32, updates by which the weights of each response token lag behind those that train on it
+    behind: Tensor | None = None
     rollout_logprobs: Tensor | None = None  # [B, T] float32, from the sampler (vLLM)
     # [B] float32, temperature of the log-probs; 1 for greedy samples; None: that of the settings for all
     temperature: Tensor | None = None
@@ -66,6 +68,18 @@ class RolloutBatch:
         """Say which response tokens of sample `b` are the model's own; all are, until then."""
         first = int(self.lengths[b]) - len(is_target)
         self.response_mask[b, first : first + len(is_target)] = torch.tensor(is_target)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return int(self.response_mask.sum())
+
+    def set_behind(self, newest: int) -> None:
+        """Set `behind` of samples to train on with weights of version `newest`."""
+        versions_BT = self.token_versions
+        if versions_BT is None:
+            versions_BT = self.required("policy_version")[:, None].expand(self.generated_ids.shape)
+        self.behind = torch.where(self.response_mask, newest - versions_BT, 0).float()
 
     @property
     def lengths(self) -> Tensor:

@@ -1,8 +1,9 @@
 """The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: B samples of the whole iteration.
+Letters: B samples of the whole iteration, O samples owned by one rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +14,25 @@ from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import Units, members_of
 from verl_megatron.data.shared_prompts import prompt_lengths
+
+_COLUMNS = ("lengths", "response", "owner", "group", "is_cut", "prompt", "count")
+
+
+def columns_of(batch: RolloutBatch, *, owner: int) -> Tensor:
+    """Return what the table says of one rank's samples: [8, O] int64, first the sample_id of each."""
+    owner_O = torch.full_like(batch.sample_id, owner)
+    return torch.stack(
+        [
+            batch.sample_id,
+            batch.lengths,
+            batch.response_mask.sum(1),
+            owner_O,
+            torch.zeros_like(owner_O) if batch.group_id is None else batch.group_id,
+            torch.zeros_like(owner_O) if batch.is_cut is None else batch.is_cut.long(),
+            prompt_lengths(batch),
+            torch.ones_like(owner_O),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +66,38 @@ class SampleTable:
         With `shared_prompts`, samples of a group are kept together, and their prompt counts once.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
-        table = torch.zeros(7, num_samples, dtype=torch.int64)
-        owner = torch.full_like(batch.sample_id, world.rank)
-        group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
-        is_cut = torch.zeros_like(owner) if batch.is_cut is None else batch.is_cut.long()
-        table[:, batch.sample_id] = torch.stack(
-            [
-                batch.lengths,
-                batch.response_mask.sum(1),
-                owner,
-                group,
-                is_cut,
-                prompt_lengths(batch),
-                torch.ones_like(owner),
-            ]
+        table = torch.zeros(len(_COLUMNS), num_samples, dtype=torch.int64)
+        sample_id, *columns = columns_of(batch, owner=world.rank)
+        table[:, sample_id] = torch.stack(columns)
+        return cls._of(
+            world.all_sum(table), num_mini_batches=num_mini_batches, unit=unit, shared_prompts=shared_prompts
         )
-        table = world.all_sum(table)
-        assert (table[6] == 1).all(), "every sample has one owner"
-        num_units = num_samples // unit
+
+    @classmethod
+    def join(
+        cls, parts: Sequence[Tensor], *, num_mini_batches: int, shared_prompts: bool = False
+    ) -> "SampleTable":
+        """Join the columns (`columns_of`) of all owners to the table that `gather` returns."""
+        sample_id, *columns = torch.cat(list(parts), 1)
+        table = torch.zeros(len(_COLUMNS), len(sample_id), dtype=torch.int64)
+        table.index_add_(1, sample_id, torch.stack(columns))
+        return cls._of(table, num_mini_batches=num_mini_batches, unit=1, shared_prompts=shared_prompts)
+
+    @classmethod
+    def _of(cls, table: Tensor, *, num_mini_batches: int, unit: int, shared_prompts: bool) -> "SampleTable":
+        lengths, response, owner, group, is_cut, prompt, count = table
+        assert (count == 1).all(), "every sample has one owner"
+        num_units = len(count) // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        lengths, response, owner, group, is_cut, prompt, _ = table
-        mini_batches = [range(*ends) for ends in pairwise(bounds)]
         return cls(
-            lengths,
-            response,
-            owner,
-            group,
-            mini_batches,
-            unit,
-            is_cut.bool(),
-            prompt if shared_prompts else None,
+            lengths_B=lengths,
+            response_B=response,
+            owner_B=owner,
+            group_B=group,
+            mini_batches=[range(*ends) for ends in pairwise(bounds)],
+            unit=unit,
+            is_cut_B=is_cut.bool(),
+            prompt_B=prompt if shared_prompts else None,
         )
 
     @property

@@ -32,6 +32,7 @@ from verl_megatron.config.names import name_here
 from verl_megatron.launch.bases import files_of, find_recipe, shipped_names
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
+from verl_megatron.model_specs import SCORERS
 
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
@@ -58,11 +59,11 @@ def run_command(
     main: Callable[[DictConfig], None],
     *,
     plan: Callable[..., tuple[str, bool]] = _no_plan,
-    serve_rollout: Callable[..., None] | None = None,
+    serve: Callable[..., None] | None = None,
 ) -> None:
     """Compose the recipe named on the command line and run `main` on it.
 
-    With `--role rollout`, or `rollout:1` and so on, `serve_rollout` runs instead and gets the role.
+    With a `--role` other than train, such as rollout:1 or reward, `serve` runs instead and gets the role.
     With `--dry-run`, `plan` gets the settings by section and the GPU of `--gpu` instead. It returns a text to
     print and whether the run fits; if it does not, the exit status is `NO_ROOM`.
     `--track_metrics` means run.track_metrics with every file sink, `--verify` means run.resume=verify.
@@ -77,9 +78,9 @@ def run_command(
         check_environment()
         known = _read_arguments(sys.argv[1:])
         if known.role != "train":
-            if serve_rollout is None:
-                raise ValueError(f"--role {known.role}: this command has no rollout; leave it out")
-            main = partial(serve_rollout, role=known.role)
+            if serve is None:
+                raise ValueError(f"--role {known.role}: this command has one world; leave it out")
+            main = partial(serve, role=known.role)
         _compose(known, lambda config: _guarded(config, known, main, plan))
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
@@ -139,7 +140,7 @@ def _parser() -> _Parser:
         type=_role,
         default="train",
         metavar="ROLE",
-        help="with rollout.devices: the world that these ranks are, train, rollout, or rollout:1 of several",
+        help="the world that these ranks are: train, rollout, rollout:1 of several, or a frozen model",
     )
     parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
     parser.add_argument(
@@ -166,9 +167,10 @@ def _parser() -> _Parser:
 
 def _role(text: str) -> str:
     """Argument type: the name of a world."""
-    if not re.fullmatch("train|rollout(:[0-9]{1,4})?", text):
+    if not re.fullmatch(f"train|rollout(:[0-9]{{1,4}})?|{'|'.join(SCORERS)}", text):
         raise argparse.ArgumentTypeError(
-            f"{short_repr(text)} is no world; write train, rollout, or rollout:1 for the second of several"
+            f"{short_repr(text)} is no world; write train, rollout, or rollout:1 for the second of several, "
+            f"or {', '.join(SCORERS)} for one that scores"
         )
     return text
 

@@ -25,10 +25,11 @@ from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.hosts import Part, place_worlds
 from verl_megatron.model_specs import (
+    has_worlds,
     is_separate,
     models_of,
+    num_ranks,
     num_training_ranks,
-    rollout_devices,
     rollout_worlds,
 )
 from verl_megatron.planner import Machine, PlannedRun, find_machine, plan_memory, report, supervised_report
@@ -57,7 +58,7 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
         inputs = Inputs()
         refuse(check_types(config))  # before the devices are read
         placed, (world_size, ranks_per_host) = [], world(config)
-        if is_separate(config):
+        if has_worlds(config):
             placed = place_worlds(config, world_size=world_size, ranks_per_host=ranks_per_host)
             world_size = num_training_ranks(config)
         problems = inspect_run(config, world_size=world_size, rows=given.rows, inputs=inputs)
@@ -108,8 +109,8 @@ def world(config: TrainerConfig | SupervisedConfig | None = None) -> tuple[int, 
             ranks.
     """
     sizes, usual = [], 1
-    if isinstance(config, TrainerConfig) and is_separate(config):
-        usual = rollout_devices(config)[-1] + 1
+    if isinstance(config, TrainerConfig) and has_worlds(config):
+        usual = num_ranks(config)
     for name, default in (("WORLD_SIZE", usual), ("LOCAL_WORLD_SIZE", HOST_RANKS)):
         text = os.environ.get(name, "") or str(default)
         if not text.isdecimal() or not int(text):
@@ -198,6 +199,9 @@ def _worlds(run: PlannedRun, placed: list[Part], machine: Machine) -> list[str]:
     """Describe each world of a separate run, a line each: ranks, where they are, models and memory."""
     kinds, lines = plan_memory(run, machine).kinds if placed else (), []
     models = ", ".join(f"{role.name} {role.layout}" for role in run.roles)
+    scored = {}
+    for planned in run.scoring:
+        scored[planned.world.name] = ", ".join(f"{role.name} {role.layout}" for role in planned.roles)
     for part in (part for part in placed if part.host == part.hosts[0]):
         first = part.host * run.ranks_per_host + part.local.start
         ranks = range(first, first + len(part.hosts) * len(part.local))
@@ -207,9 +211,10 @@ def _worlds(run: PlannedRun, placed: list[Part], machine: Machine) -> list[str]:
             key=lambda kind: kind.total(kind.fullest),
         )
         tp = run.config.rollout.tp
+        scorers = scored.get(part.name, "")
         lines.append(
             f"  {part.name:<10}ranks {_span(ranks)}, {host}, GPUs {_span(part.local)}: "
-            f"{models if part.trains else f'vLLM {len(ranks) // tp} x tp{tp}'}; "
+            f"{models if part.trains else scorers or f'vLLM {len(ranks) // tp} x tp{tp}'}; "
             f"{fullest.total(fullest.fullest) / GIB:.1f} of {machine.gpu_bytes / GIB:.1f} GiB on each GPU "
             f"({fullest.fullest})"
         )

@@ -1,11 +1,11 @@
 """Which ranks of which world are on which host, where a run has worlds of their own on several hosts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from parallel.runtime.refusal import short_repr
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import num_training_ranks, rollout_worlds
+from verl_megatron.model_specs import SCORERS, named_devices, num_training_ranks, serving_worlds
 
 TRAIN = "train"  # name of the training world
 
@@ -29,9 +29,19 @@ class Part:
         return len(self.hosts) == 1
 
 
+def devices_in(settings: Mapping[str, Any]) -> TrainerConfig:
+    """Return the devices of a run's settings by section, which say its worlds; all else is as by default."""
+    config = TrainerConfig()
+    for name in ("rollout", "actor", "critic", *SCORERS):
+        section = settings.get(name)
+        if isinstance(section, dict) and section.get("devices"):
+            config.set(f"{name}.devices", str(section["devices"]))
+    return config
+
+
 def worlds_of(config: TrainerConfig) -> dict[str, range]:
     """Return the ranks of each world of a separate run, by its name; the training world is the first."""
-    serving = {each.name: range(each.ranks[0], each.ranks[-1] + 1) for each in rollout_worlds(config)}
+    serving = {each.name: range(each.ranks[0], each.ranks[-1] + 1) for each in serving_worlds(config)}
     return {TRAIN: range(num_training_ranks(config)), **serving}
 
 
@@ -44,18 +54,13 @@ def place_worlds(config: TrainerConfig, *, world_size: int, ranks_per_host: int)
     Raises:
         ValueError: the devices do not end with the last rank, or a world on several hosts shares one.
     """
-    worlds, devices = worlds_of(config), short_repr(config.rollout.devices)
+    worlds, devices = worlds_of(config), named_devices(config)
     needed = max(ranks.stop for ranks in worlds.values())
     if needed != world_size:
         raise ValueError(
-            f"rollout.devices={devices} makes a run of {needed} ranks, and {world_size} were asked for; "
-            "change one of them"
+            f"{devices} makes a run of {needed} ranks, and {world_size} were asked for; change one of them"
         )
-    return [
-        part
-        for name, ranks in worlds.items()
-        for part in _parts(name, ranks, ranks_per_host, f"rollout.devices={devices}")
-    ]
+    return [part for name, ranks in worlds.items() for part in _parts(name, ranks, ranks_per_host, devices)]
 
 
 def _parts(name: str, ranks: range, ranks_per_host: int, devices: str) -> Sequence[Part]:

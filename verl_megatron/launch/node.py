@@ -1,7 +1,7 @@
 """The ranks of all worlds of a run on this host, started by `python -m verl_megatron.launch.node`.
 
 It takes torchrun's arguments. A run with one world is handed on to `parallel.runtime.launch`. One with
-`rollout.devices` gets a launcher for each world that has ranks here. The hosts meet on a `Board`, which host
+several gets a launcher for each world that has ranks here. The hosts meet on a `Board`, which host
 0 serves at --rdzv-endpoint; so do the launchers of a world on several hosts. All end with the status of the
 training world, or of the first world that has ended by an error of its own. A rollout world that was killed
 or is stuck starts again, on all of its hosts.
@@ -13,6 +13,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_megatron.config import TrainerConfig
 
 MODULE = "verl_megatron.train"  # whose runs may have several worlds
 LAUNCHER = "parallel.runtime.launch"
@@ -31,6 +35,21 @@ class Call:
     address: str  # under which others reach this host
     module: str
     arguments: list[str]
+
+    @classmethod
+    def here(cls, module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> "Call":
+        """Return the call for all ranks on this host alone."""
+        return cls(
+            nnodes=1,
+            node_rank=0,
+            nproc_per_node=ranks,
+            max_restarts=restarts,
+            rdzv_id="verl_megatron",
+            endpoint=("127.0.0.1", 29500),  # of several hosts; unused
+            address="127.0.0.1",
+            module=module,
+            arguments=list(arguments),
+        )
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> "Call":
@@ -65,21 +84,22 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: the settings cannot be read, or the worlds do not fit the hosts.
     """
     call = Call.read(arguments)
-    if call.module == MODULE and (devices := _rollout_devices(call.arguments)):
+    if call.module == MODULE and (config := _worlds(call.arguments)):
         from verl_megatron.launch.supervisor import supervise
 
-        return supervise(call, devices)
+        return supervise(call, config)
     os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *arguments])
 
 
-def _rollout_devices(arguments: list[str]) -> str:
-    """Return rollout.devices of a command line that starts all worlds; empty for one with --role."""
+def _worlds(arguments: list[str]) -> "TrainerConfig | None":
+    """Return the devices of a command line that starts several worlds; None for one world or --role."""
     from verl_megatron.launch.command_line import settings_of
+    from verl_megatron.launch.hosts import devices_in
+    from verl_megatron.model_specs import has_worlds
 
-    known, settings = settings_of(arguments)
-    rollout = settings.get("rollout")
+    config = devices_in(settings_of(arguments)[1])
     is_one = any(argument.partition("=")[0] == "--role" for argument in arguments)
-    return "" if is_one or not isinstance(rollout, dict) else str(rollout.get("devices") or "")
+    return None if is_one or not has_worlds(config) else config
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from parallel import device
-from parallel.bridge import ADDRESS
+from parallel.bridge import ADDRESS, START
 from parallel.runtime import process, watchdog
 from parallel.runtime import store as stores
 from parallel.runtime.launch import PARENT
@@ -21,13 +21,17 @@ from parallel.runtime.seal import TOKEN
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.board import POLL_S, Board, BoardLostError
 from verl_megatron.launch.hosts import Part, place_worlds
+from verl_megatron.launch.lookout import Lookout
 from verl_megatron.launch.node import LAUNCHER, Call
 from verl_megatron.launch.ranks import prepare
+from verl_megatron.model_specs import num_ranks
 
 ENDING_S = 60.0  # for the other worlds, once the training world has ended well
 LAST_WORDS_S = 5.0  # for ranks to say why they end, once the run has failed elsewhere
 OTHERS_S = 20.0  # for the other hosts of a world to say that a rank of theirs was killed
 LEAVING_S = 15.0  # for the other hosts to read how the run has ended
+LOOK_S = 1.0  # between two looks at which worlds training has given up
+GRACE_S = 20.0  # for these to end by themselves, and write their ranks' stacks
 # A rollout world has nothing to save; and torch would log that the store ends with the training world.
 QUICK = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENDED_ON_PURPOSE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -35,8 +39,21 @@ ENDED_ON_PURPOSE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 STATUS, ASKED, BRIDGE = "status", "asked to end", "bridge"
 
 
-def supervise(call: Call, devices: str) -> int:
+def supervise_here(module: str, arguments: Sequence[str], config: TrainerConfig, *, restarts: int) -> int:
+    """Run all worlds on this host; arguments, result and errors as of `supervise`.
+
+    Args:
+        module: that each rank runs, with `arguments`.
+        restarts: of the training world, from the newest checkpoint.
+    """
+    return supervise(Call.here(module, arguments, ranks=num_ranks(config), restarts=restarts), config)
+
+
+def supervise(call: Call, config: TrainerConfig) -> int:
     """Run the parts of all worlds on this host until the run has ended, and return its exit status.
+
+    Args:
+        config: the devices of the run's settings.
 
     Raises:
         ValueError: the worlds do not fit the hosts, there is no token, or hosts do not come.
@@ -44,8 +61,6 @@ def supervise(call: Call, devices: str) -> int:
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
     prepare()
-    config = TrainerConfig()
-    config.rollout.devices = devices
     parts = place_worlds(
         config, world_size=call.nnodes * call.nproc_per_node, ranks_per_host=call.nproc_per_node
     )
@@ -56,7 +71,7 @@ def supervise(call: Call, devices: str) -> int:
         bridge = _bridge(call, board, parts, asked.check)
         environment = dict(os.environ) | {ADDRESS: bridge, TOKEN: token, PARENT: str(os.getpid())}
         own = [_World(part, call, environment) for part in parts if part.host == call.node_rank]
-        return _Supervisor(call, board, own, asked).run()
+        return _Supervisor(call, board, own, asked, Lookout(bridge, token)).run()
     except BoardLostError as error:
         raise ValueError(
             f"host 0 does not answer at {call.endpoint[0]}:{call.endpoint[1]} ({error}); look at its output"
@@ -130,12 +145,14 @@ class _World:
         self.attempt, self.ended_at = 0, 0.0
         self._environment = environment | _gpus(part, call) | ({} if part.trains else QUICK)
         self._process: subprocess.Popen | None = None
+        self.has_joined, self.given_up_at = False, 0.0  # training; by training
 
     def start(self, attempt: int) -> None:
         """Start the ranks, for the first time or again."""
-        self.attempt, self.ended_at = attempt, 0.0
+        self.attempt, self.ended_at, self.has_joined, self.given_up_at = attempt, 0.0, False, 0.0
         # Signals reach this process alone, which decides what becomes of each world.
-        self._process = subprocess.Popen(self._command(), env=self._environment, process_group=0)
+        environment = self._environment | {START: str(attempt)}
+        self._process = subprocess.Popen(self._command(), env=environment, process_group=0)
 
     def _command(self) -> list[str]:
         part, call = self.part, self._call
@@ -190,7 +207,8 @@ def _gpus(part: Part, call: Call) -> dict[str, str]:
     gpus = named or [str(gpu) for gpu in range(device.visible_gpus())]
     if len(gpus) < part.local.stop:
         raise ValueError(
-            f"GPUS={call.nproc_per_node}: this host has {len(gpus)} GPUs; start at most as many ranks on it"
+            f"the {part.name} world needs {part.local.stop} GPUs on this host, which has {len(gpus)}; name "
+            "fewer ranks (devices, GPUS), or start the run on several hosts"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[place] for place in part.local)}
 
@@ -198,8 +216,9 @@ def _gpus(part: Part, call: Call) -> dict[str, str]:
 class _Supervisor:
     """Starts the worlds of this host, and sees to it that all end together."""
 
-    def __init__(self, call: Call, board: Board, worlds: Sequence[_World], asked: _Signals):
+    def __init__(self, call: Call, board: Board, worlds: Sequence[_World], asked: _Signals, lookout: Lookout):
         self._call, self._board, self._worlds, self._asked = call, board, worlds, asked
+        self._lookout, self._looked_at = lookout, 0.0
         self._is_told = False  # training, that it is to end
 
     def run(self) -> int:
@@ -211,6 +230,7 @@ class _Supervisor:
                 self._hear()
                 for world in self._worlds:
                     self._look_at(world)
+                self._look_out()
                 time.sleep(POLL_S)
             self._end(int(status))
             return int(status)
@@ -248,8 +268,25 @@ class _Supervisor:
         elif _is_fault(status):
             if self._board.write(f"{name}/{world.attempt + 1}", str(self._call.node_rank)):
                 print(f"the {name} world ended with {status} and is started again", flush=True)
+                self._lookout.tell_end(name, world.attempt, f"the {name} world has ended")
         elif status and (world.part.is_alone or time.monotonic() > world.ended_at + OTHERS_S):
             self._board.write(STATUS, str(status))
+
+    def _look_out(self) -> None:
+        """End the worlds that training has given up and that do not end by themselves: they start again."""
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        for world in self._worlds:
+            if world.part.trains or world.status() is not None:
+                continue
+            seen = self._lookout.look(world.part.name, world.attempt)
+            world.has_joined |= seen.has_joined
+            if seen.was_given_up:
+                world.given_up_at = world.given_up_at or now
+                if now > world.given_up_at + GRACE_S:
+                    world.send(signal.SIGKILL)  # its ranks end with it
 
     def _next_attempt(self, name: str, attempt: int = 0) -> int:
         """Return which start of a world is due."""
@@ -259,10 +296,11 @@ class _Supervisor:
 
     def _end(self, status: int) -> None:
         """End this host's worlds after the run; host 0, which serves the board, leaves last."""
-        end = time.monotonic() + (LAST_WORDS_S if status else ENDING_S)
+        begin = time.monotonic()
         for world in self._worlds:
+            within_s = ENDING_S if world.has_joined and not status else LAST_WORDS_S
             is_over = status and not world.part.trains
-            world.end(within_s=0 if is_over else max(0.0, end - time.monotonic()))
+            world.end(within_s=0 if is_over else max(0.0, begin + within_s - time.monotonic()))
         end = time.monotonic() + LEAVING_S
         with suppress(BoardLostError):  # all is done
             self._board.write(f"left/{self._call.node_rank}", "")

@@ -95,7 +95,7 @@ class BaseTrainer:
         run, rank = self.config.run, self.world.global_rank
         with (
             RunLock(self.output_dir, self.world),
-            RunLog(self.output_dir, rank=rank, node=_node(rank)) as log,
+            RunLog(self.output_dir, rank=rank, node=node_of(rank)) as log,
             self._closing_metrics(),  # once the record says how the run ended
             RunRecord(self.config, self.world, step=self._step_reached) as self.record,
             Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
@@ -235,7 +235,7 @@ class BaseTrainer:
         return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
 
 
-def _node(rank: int) -> int:
+def node_of(rank: int) -> int:
     """Return the number of this host among those of the world."""
     node = os.environ.get("GROUP_RANK", "")
     return int(node) if node.isdecimal() else device.host_of(rank)

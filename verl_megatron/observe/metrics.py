@@ -253,20 +253,39 @@ class PhaseTimer:
         return seconds
 
 
-def iteration_metrics(
-    seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]
-) -> dict[str, float]:
-    """Return cost metrics of an iteration from its phase seconds and global amounts.
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """What an iteration took and moved, over all ranks."""
 
-    Phases are "rollout", "reshard", "critic_update", ...
+    tokens: int  # of prompts and responses
+    response_tokens: int
+    gpus: int  # of all worlds; ranks where there are no GPUs
+    reshard_bytes: int
+    memory_bytes: dict[str, int]  # at the end of a phase, on the fullest rank
+
+
+def iteration_metrics(
+    seconds: dict[str, float], amounts: Amounts, *, waited_s: float | None = None, made_s: float | None = None
+) -> dict[str, float]:
+    """Return cost metrics of an iteration.
+
+    Args:
+        seconds: by phase: "rollout", "reshard", "critic_update", ...
+        waited_s, made_s: where other worlds generate, for how long they waited for training, and generated.
     """
+    memory_bytes, iteration_s = amounts.memory_bytes, sum(seconds.values())
+    generation_s = seconds["rollout"] if made_s is None else made_s
     costs = {
-        "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],
-        "train/step_time_ms": 1e3 * sum(seconds.values()),
+        "rollout/throughput_tokens_per_sec": amounts.response_tokens / generation_s,
+        "train/throughput_tokens_per_sec_per_gpu": amounts.tokens / iteration_s / amounts.gpus,
+        "train/step_time_ms": 1e3 * iteration_s,
         "memory/actor_gpu_mem_mb": memory_bytes.get("actor_update", 0) / 2**20,
         "reshard/ms": 1e3 * seconds["reshard"],
-        "reshard/bytes": float(reshard_bytes),
+        "reshard/bytes": float(amounts.reshard_bytes),
     }
+    if waited_s is not None and made_s is not None:
+        costs["async/rollout_wait_fraction"] = waited_s / (waited_s + made_s)
+        costs["async/training_wait_fraction"] = seconds["rollout"] / iteration_s
     if "critic_update" in seconds:
         costs["critic/update_ms"] = 1e3 * seconds["critic_update"]
     costs |= {f"memory/{phase}_mb": value / 2**20 for phase, value in memory_bytes.items()}

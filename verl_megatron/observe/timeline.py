@@ -87,16 +87,17 @@ def on_one_clock(
 ) -> list[RankPhases]:
     """Return the phases of all ranks, in seconds from the first of these iterations on.
 
-    With rollout worlds the phase "rollout" of the training ranks is waiting for their samples.
+    The phases in which training ranks receive samples or scores of other worlds are waiting.
 
     Args:
         training: iterations of each training rank; all ranks meet where one begins.
     """
+    waits = ["scores"] + ["rollout"] * any(other.world.startswith("rollout") for other in others)
     starts = [iteration.began_at - training[0][0].began_at for iteration in training[0]]
     found = []
     for rank, iterations in enumerate(training):
         events = [
-            _moved(event, start, is_waiting=bool(others) and event.name == "rollout")
+            _moved(event, start, is_waiting=bool(others) and event.name in waits)
             for start, iteration in zip(starts, iterations)
             for event in iteration.events
         ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from parallel.layout import Layout
-from verl_megatron.model_specs import is_separate
+from verl_megatron.model_specs import is_separate, rollout_devices
 from verl_megatron.planner.activations import (
     fit_budgets,
     fp8_weight_bytes,
@@ -20,7 +20,7 @@ from verl_megatron.planner.activations import (
     training_bytes,
 )
 from verl_megatron.planner.machine import GIB, Machine
-from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, PlannedWorld
 from verl_megatron.planner.rollout.serving import (
     kv_bytes_per_token,
     kv_cache_bytes,
@@ -31,6 +31,7 @@ from verl_megatron.planner.rollout.serving import (
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", "versions", *SERVING)
 UPDATES = ("critic_update", "actor_update")
+SCORES = "scores"  # phase of the scoring worlds
 IDLE, KV_CACHE = "the idle models", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
@@ -93,7 +94,7 @@ class MemoryPlan:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        return tuple(self.kinds[0].phases)
+        return tuple(dict.fromkeys(phase for kind in self.kinds for phase in kind.phases))
 
     @property
     def idle_bytes(self) -> float:
@@ -160,10 +161,10 @@ def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
 
 
 def _kinds_of(run: PlannedRun, machine: Machine) -> tuple[RankKind, ...]:
-    kinds = tuple(_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run))
-    if not is_separate(run.config):
-        return kinds
-    return (*(_training_kind(run, kind) for kind in kinds), _rollout_kind(run, machine))
+    kinds = [_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run)]
+    if is_separate(run.config):
+        kinds = [*(_training_kind(run, kind) for kind in kinds), _rollout_kind(run, machine)]
+    return (*kinds, *(_scoring_kind(run, machine, planned) for planned in run.scoring))
 
 
 def _rank_groups(run: PlannedRun) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
@@ -222,12 +223,22 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
         "versions": own,
     } | serving_bytes(run, machine, own)
     return RankKind(
-        ranks=tuple(range(run.world_size, run.gpus)),
+        ranks=rollout_devices(run.config),
         phases={"start": parts, "rollout": parts},
         host_bytes=machine.process_host_bytes,
         own_rollout_bytes=own,
         kv_cache_bytes=kv_cache_bytes(run, machine, own),
     )
+
+
+def _scoring_kind(run: PlannedRun, machine: Machine, planned: PlannedWorld) -> RankKind:
+    """Return the ranks of frozen models, as if each held the largest stage of every model."""
+    stages = [(role, stage) for role in planned.roles for stage in range(role.layout.pp)]
+    weights = sum(max(role.elements) for role in planned.roles) * run.element_bytes
+    built = {"process": machine.process_bytes + machine.communicator_bytes, "weights": weights}
+    at_work = built | {"activations": max(inference_bytes(run, *each) for each in stages)}
+    phases = {"build": built, SCORES: at_work}
+    return RankKind(planned.world.ranks, phases, machine.process_host_bytes, 0.0, inf)
 
 
 def _phases(

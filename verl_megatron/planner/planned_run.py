@@ -3,19 +3,25 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from math import ceil, prod
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
+from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import (
     ModelSpec,
-    is_separate,
+    ServingWorld,
+    has_worlds,
     layout_of,
     models_of,
+    models_of_world,
+    num_ranks,
     num_rollout_ranks,
+    scoring_worlds,
     shares_trunk,
 )
 from verl_megatron.planner.rollout.lengths import Lengths
@@ -99,6 +105,14 @@ def _by_part(parameters) -> PartElements:
     return PartElements(*parts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorld:
+    """A scoring world with its models, on its ranks counted from 0."""
+
+    world: ServingWorld
+    roles: tuple[PlannedRole, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """A run on a number of ranks.
@@ -110,7 +124,8 @@ class PlannedRun:
     config: TrainerConfig
     world_size: int  # ranks that train
     ranks_per_host: int
-    roles: tuple[PlannedRole, ...]
+    roles: tuple[PlannedRole, ...]  # on the ranks that train
+    scoring: tuple[PlannedWorld, ...] = ()
     # Token budgets by role, per context-parallel rank; without an entry engine.tokens_per_micro_batch.
     budgets: Mapping[str, int] = field(default_factory=dict)
     lengths: Lengths | None = None  # of the responses
@@ -145,10 +160,9 @@ class PlannedRun:
         return cls(
             config=config,
             world_size=world_size,
-            ranks_per_host=min(
-                ranks_per_host, world_size + is_separate(config) * num_rollout_ranks(config, 0)
-            ),
+            ranks_per_host=min(ranks_per_host, num_ranks(config) if has_worlds(config) else world_size),
             roles=tuple(roles),
+            scoring=_scoring(config, read),
             lengths=lengths,
         )
 
@@ -164,7 +178,7 @@ class PlannedRun:
     @property
     def gpus(self) -> int:
         """GPUs of all worlds."""
-        return self.world_size + is_separate(self.config) * num_rollout_ranks(self.config, 0)
+        return num_ranks(self.config) if has_worlds(self.config) else self.world_size
 
     @property
     def replicas(self) -> int:
@@ -200,7 +214,11 @@ class PlannedRun:
     @property
     def old_logprob_share(self) -> float:
         """Share of the samples whose old log-probs need a pass of their own."""
-        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        if not is_recomputed(self.config.algorithm):
+            return 0.0
+        apart = (world.roles for world in self.scoring)
+        models = {role.name for role in chain(self.roles, *apart)}
+        reuses = reuses_logprobs(self.config.algorithm, models)
         return 1 - (reuses and not shares_trunk(self.config)) / self.config.algorithm.num_mini_batches
 
     @property
@@ -251,8 +269,9 @@ class PlannedRun:
         return ceil(self.samples / self.config.algorithm.num_mini_batches / role.layout.dp)
 
     def tokens_per_micro_batch(self, role: PlannedRole) -> int:
-        """Token budget of a role's micro-batches; the reference shares those of the actor."""
-        budget = self.budgets.get("actor" if role.name == "reference" else role.name)
+        """Token budget of a role's micro-batches; the reference shares those of the actor beside it."""
+        shares = role.name == "reference" and role in self.roles
+        budget = self.budgets.get("actor" if shares else role.name)
         return budget or self.config.engine.tokens_per_micro_batch
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
@@ -264,6 +283,15 @@ class PlannedRun:
         together = min(samples, max(1, int(self.tokens_per_micro_batch(role) * layout.cp // length)))
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
+
+
+def _scoring(config: TrainerConfig, read: Callable[[str], Architecture]) -> tuple[PlannedWorld, ...]:
+    worlds = []
+    for world in scoring_worlds(config):
+        specs = models_of_world(config, world)
+        roles = [_planned(spec, read(spec.model.path), len(world.ranks)) for spec in specs]
+        worlds.append(PlannedWorld(world=world, roles=tuple(roles)))
+    return tuple(worlds)
 
 
 def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:

@@ -72,6 +72,10 @@ def headline(run: PlannedRun, machine: Machine) -> str:
     rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
     if is_separate(run.config):
         rollout += f" on ranks {run.config.rollout.devices}"
+    for planned in run.scoring:
+        ranks = str(planned.world.ranks[0]) + f"-{planned.world.ranks[-1]}" * (len(planned.world.ranks) > 1)
+        scorers = ", ".join(f"{role.name} {role.layout}" for role in planned.roles)
+        rollout += f"; {scorers} on ranks {ranks}"
     samples = f"{run.samples} samples of {run.prompt_tokens} + {lengths_text(run)} tokens"
     return (
         f"{run.gpus} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"

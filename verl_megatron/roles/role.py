@@ -1,6 +1,7 @@
 """Role: an engine with dispatch of samples to its layout, and return of results to the owner ranks."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,7 +14,7 @@ from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.config import ModelConfig
+from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
 from verl_megatron.data.micro_batch import MicroBatch
@@ -27,6 +28,11 @@ from verl_megatron.roles.token_budget import LongestRows, TokenBudget, budget_of
 
 # Fields that every pass needs; the temperature is not always set, and groups matter to shared prompts only.
 TOKENS = ("generated_ids", "attention_mask", "response_mask", "temperature")
+
+
+def token_fields(config: EngineConfig) -> tuple[str, ...]:
+    """Return the fields of a batch that every pass needs."""
+    return (*TOKENS, "group_id") if config.shared_prompts else TOKENS
 
 
 @dataclass(slots=True)
@@ -49,7 +55,8 @@ class Update:
     normalizer: Callable[[Tensor, range], LossScale]
     fields: Sequence[str] = ()  # per-token fields that the loss reads
     first_fields: Sequence[str] | None = None  # those of the first step; None: the same
-    after_first: Callable[[], None] = lambda: None  # called after the first step, on every rank
+    # Called after each step with the number of steps, on every rank.
+    after_step: Callable[[int], None] = lambda steps: None
     epochs: int = 1  # passes over all mini-batches
     # Called after each step with its metrics, on every rank; True skips the remaining steps.
     stop: Callable[[Sums], bool] | None = None
@@ -61,6 +68,24 @@ class Training:
 
     steps: int  # of the optimizer, in the whole run
     rows: LongestRows  # of a mini-batch, on a data-parallel rank
+
+
+class RemoteRole(ABC):
+    """Stands for a frozen model on ranks of its own. Methods are collective over the ranks that train."""
+
+    @abstractmethod
+    def begin(self, batch: RolloutBatch, table: SampleTable) -> None:
+        """Start the pass whose results the next `infer` returns; nothing happens if it has been started."""
+
+    @abstractmethod
+    def infer(
+        self, batch: RolloutBatch, table: SampleTable, names: Sequence[str], *, last_token: bool = False
+    ) -> dict[str, Tensor]:
+        """Wait for the results of the samples owned by this rank; as of `Role.infer`."""
+
+    @abstractmethod
+    def add_metrics(self, sums: Sums) -> None:
+        """Add the seconds since the last call: those that this rank has waited, and those of the model."""
 
 
 class Role:
@@ -80,10 +105,13 @@ class Role:
 
     def dispatch(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
-        layout = self.engine.layout
-        dp_of_sample = table.assign(layout.dp)
-        names = (*TOKENS, "group_id") if self.engine.config.shared_prompts else TOKENS
-        fields = self.collector.to_role(batch, dp_of_sample, names)
+        dp_of_sample, names = table.assign(self.engine.layout.dp), token_fields(self.engine.config)
+        return self.arrived(self.collector.to_role(batch, dp_of_sample, names), table, dp_of_sample)
+
+    def arrived(
+        self, fields: Mapping[str, Tensor], table: SampleTable, dp_of_sample: Tensor
+    ) -> DispatchedBatch:
+        """Return samples that were dispatched, from their fields, ordered by sample_id."""
         width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["sample_id"]) else 1
         here = RolloutBatch(
             input_ids=fields["sample_id"].new_zeros(len(fields["sample_id"]), 0), **trim(fields, width)
@@ -139,8 +167,7 @@ class Role:
                 )
                 sums.merge(metrics)
                 steps += 1
-                if steps == 1:
-                    update.after_first()
+                update.after_step(steps)
                 if update.stop is not None and update.stop(metrics):
                     return sums, steps
         return sums, steps

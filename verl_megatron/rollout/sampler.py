@@ -107,7 +107,7 @@ class Sampler:
         # With `keep_group`: scores of each prompt that the last collection drew, also of those replaced.
         self.scores_of_group: list[list[float]] = []
         self._latency_ms, self._calls = 0.0, 0  # of these
-        self.num_dropped = 0  # samples of this rank that the last collection left out
+        self.num_dropped = self.dropped_tokens = 0  # samples of this rank that the last collection left out
         self._num_drawn = self._num_kept = 0  # prompts of the last collection with `keep_group`
 
     @property
@@ -140,7 +140,7 @@ class Sampler:
             number. Call `score` for their rewards.
         """
         self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
-        self.num_dropped = 0
+        self.num_dropped = self.dropped_tokens = 0
         self.scores_of_group = []
         wanted, numbers, parts, kept = draw.quota or draw.num_prompts, Numbers(), [], []
         for _ in range(draw.max_rounds):
@@ -169,6 +169,7 @@ class Sampler:
         whole = RolloutBatch.concatenate(parts)
         batch = self._renumbered(whole, sorted(chosen), numbers)
         self.num_dropped = len(whole) - len(batch)
+        self.dropped_tokens = whole.num_response_tokens - batch.num_response_tokens
         return batch
 
     def _requests(self, prompts: list[Prompt], draw: Draw, *, iteration: int, first: int) -> list[Request]:

@@ -97,6 +97,7 @@ class GroupStream:
         self._groups: dict[int, Group] = {}
         self._drains = False
         self.num_interrupted = 0  # samples that went on with other weights
+        self.aborted_tokens = 0  # response tokens of these whose cache is computed again
 
     @property
     def num_waiting(self) -> int:
@@ -189,6 +190,7 @@ class GroupStream:
             sample = self._running.pop(generation.sample_id)
             so_far = sample.earlier
             sample.earlier = generation if so_far is None else so_far.then((), generation)
+            self.aborted_tokens += len(sample.earlier.token_ids)
             interrupted.append(sample)
         self.engine.admission.forget()
         self._waiting.extendleft(reversed(interrupted))

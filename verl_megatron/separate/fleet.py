@@ -1,27 +1,23 @@
 """All rollout worlds of a run, as the training world sees them: who is there, and with which weights."""
 
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from parallel.bridge import JOIN_S, POLL_S, BridgeLostError, newest, open_store, together
-from parallel.rank_set import RankSet
+from parallel.bridge import BridgeLostError
 from parallel.reshard.execute import ReshardReport
 from parallel.reshard.plan import Plan
 from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import ServingWorld, rollout_worlds
+from verl_megatron.model_specs import rollout_worlds
 from verl_megatron.separate.link import RolloutLink, TrainingEnd
 from verl_megatron.separate.orders import shares_of
+from verl_megatron.separate.roster import Meeting, Roster
 
-MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having made a sample
 
-
-class Fleet:
+class Fleet(Roster[RolloutLink]):
     """The rollout worlds. Construction waits for the first; others may join later.
 
     All methods are collective over the training world.
@@ -30,41 +26,29 @@ class Fleet:
     missing, so that another rollout world makes the same ones.
 
     Args:
-        world: all training ranks.
         source: the trained model's weights.
         dtype: of vLLM's weights.
-        wait: called again and again while this rank waits for another world.
-        say: prints a message on one rank.
     """
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        world: RankSet,
-        source: WeightSource,
-        *,
-        dtype: torch.dtype,
-        wait: Callable[[], None],
-        say: Callable[[str], None],
-    ):
-        self.world, self._source, self._dtype = world, source, dtype
-        self._beat, self._say = wait, say
+    def __init__(self, config: TrainerConfig, meeting: Meeting, source: WeightSource, *, dtype: torch.dtype):
+        super().__init__(meeting, rollout_worlds(config))
+        self._source, self._dtype = source, dtype
         self._keeps = config.async_.max_staleness > 0 and config.async_.buffer == "in_order"
         # Host copies by version, and by the size of the worlds whose plans read these parameters; 0: all.
         self._kept: dict[tuple[int, int], Parameters] = {}
         self.version = 0  # of the present weights
         self.num_ended = 0  # worlds that have ended, since the last iteration's metrics
-        self.worlds: Sequence[ServingWorld] = rollout_worlds(config)
-        self.links: dict[int, RolloutLink] = {}  # of the worlds that are there, by place in `worlds`
         self.shares = shares_of(self.worlds, config.rollout.tp)
-        self._numbers = [0] * len(self.worlds)  # of the newest bridge that was joined
-        self._fruitless = [0] * len(self.worlds)
         self._last_report = ReshardReport()
-        self._store = open_store(world, serves=True, wait=self._beat)
         self._end = TrainingEnd(
-            config=config, world=world, store=self._store, source=source, dtype=dtype, wait=self.work
+            config=config,
+            world=self.world,
+            store=meeting.store,
+            source=source,
+            dtype=dtype,
+            wait=self.work,
         )
-        self.admit(waits=True)
+        self.admit_any()
         self.plan: Plan = next(iter(self.links.values())).plan
 
     @property
@@ -86,87 +70,42 @@ class Fleet:
 
     # ---- worlds --------------------------------------------------------------------------------------------
 
-    def admit(self, *, waits: bool = False) -> list[int]:
-        """Join the worlds that have come since the last call, and return their places.
+    def admit_any(self) -> list[int]:
+        """Join the worlds that have come, and wait for one if none is there; as of `admit`."""
+        return self.admit(until=lambda: bool(self.links))
 
-        Args:
-            waits: for one, if none is there.
-
-        Raises:
-            ValueError: no world has come within JOIN_S.
-        """
-        joined: list[int] = []
-        end = time.monotonic() + JOIN_S
-        while True:
-            for place, number in self._arrivals():
-                if place in self.links:
-                    self.lose(place, "another has joined")
-                self._numbers[place] = number
-                try:
-                    self.links[place] = together(self.world, partial(self._connect, place, number))
-                    joined.append(place)
-                except BridgeLostError:
-                    continue  # it ended meanwhile; the next one may come
-            if self.links or not waits:
-                return joined
-            if self.world.broadcast_object(time.monotonic() > end):
-                raise ValueError(
-                    f"no rollout world has joined for {JOIN_S:.0f} s; look at its output, and start it"
-                )
-            self.work()
-            time.sleep(POLL_S)
-
-    def _arrivals(self) -> list[tuple[int, int]]:
-        """Return places and bridge numbers of worlds that have come, the same on every rank."""
-        found = []
-        if self.world.is_first:
-            found = [(place, newest(self._store, world.name)) for place, world in enumerate(self.worlds)]
-        found = self.world.broadcast_object(found)
-        return [(place, number) for place, number in found if number > self._numbers[place]]
+    def admit_able(self, version: int) -> list[int]:
+        """Join the worlds that have come, and wait for one that can get a version; as of `admit`."""
+        return self.admit(until=lambda: any(self.can_provide(place, version) for place in self.links))
 
     def _connect(self, place: int, number: int) -> RolloutLink:
         keep = partial(self._keep, len(self.worlds[place].ranks)) if self._keeps else None
         return RolloutLink(self._end, self.worlds[place], number=number, keep=keep)
 
     def lose(self, place: int, reason: str) -> None:
-        """Let go of a world that has ended.
-
-        Raises:
-            ValueError: several ended in this place, one after the other, without having made a sample.
-        """
-        link = self.links.pop(place)
+        link = self.links[place]
         self.num_ended += 1
         self._last_report = link.report
         if (left := link.unsent()) is not None and self._keeps:
             self._keep(len(link.served_by.ranks), *left)
-        link.abandon()
-        made = any(self.world.all_gather_object(link.has_made_samples))
-        self._fruitless[place] = 0 if made else self._fruitless[place] + 1
-        if self._fruitless[place] >= MOST_FRUITLESS:
-            raise ValueError(
-                f"the {self.worlds[place].name} world ended {MOST_FRUITLESS} times without having made a "
-                f"sample ({reason}); its last lines say why"
-            )
-
-    def say_joined(self, place: int, text: str) -> None:
-        """Print that a world has joined."""
-        self._say(f"{self.worlds[place].name} world {self._numbers[place]} has joined; {text}")
+        super().lose(place, reason)
 
     # ---- weights -------------------------------------------------------------------------------------------
 
     def send(self, version: int) -> None:
         """Begin to send the present weights to all worlds; the weights may change at once.
 
-        A world that is found lost gets what it needs when the next one has joined.
+        A world that is not there, or found lost, gets what it needs when the next one has joined.
         """
         self.version = version
-        is_complete = bool(self.links)
+        kept_for = set()  # sizes of worlds
         for link in self.links.values():
             try:
                 link.send(version)
+                kept_for.add(len(link.served_by.ranks))
             except BridgeLostError:
-                is_complete = False
-        if self._keeps and not is_complete:
+                pass
+        if self._keeps and kept_for != {len(world.ranks) for world in self.worlds}:
             self._keep(0, version, self._source.tensors)
 
     def is_unchanged(self) -> bool:
@@ -196,7 +135,7 @@ class Fleet:
 
     def work(self) -> None:
         """Go on with weight syncs that wait; called again and again while this rank waits."""
-        self._beat()
+        super().work()
         for link in self.links.values():
             try:
                 link.work()
@@ -214,12 +153,6 @@ class Fleet:
         for version, size in list(self._kept):
             if version < before:
                 del self._kept[version, size]
-
-    def close(self) -> None:
-        """Let all worlds end."""
-        self.world.barrier()
-        for link in self.links.values():
-            link.close()
 
 
 def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

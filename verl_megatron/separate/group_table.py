@@ -47,7 +47,7 @@ class GroupTable:
     def num_own_samples(self) -> int:
         """Samples of this rank to train on."""
         own = (found for number, found in self.own.items() if number < VALIDATION)
-        return sum(len(found.batch["sample_id"]) for found in own)
+        return sum(found.num_samples for found in own)
 
     @property
     def training(self) -> dict[int, Entry]:
@@ -115,12 +115,11 @@ class GroupTable:
             self.forget(number)
         return arrivals, own
 
-    def forget(self, number: int) -> int:
-        """Take a group out; return how many of its samples are this rank's."""
+    def forget(self, number: int) -> GroupSamples | None:
+        """Take a group out; return its samples if they are this rank's."""
         del self.entries[number]
-        own = self.own.pop(number, None)
         self._complete = [other for other in self._complete if other != number]
-        return 0 if own is None else len(own.batch["sample_id"])
+        return self.own.pop(number, None)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels
+from parallel.bridge import POLL_S, Bridge, BridgeLostError
+from parallel.parcels import Parcels
 from parallel.rank_set import RankSet
 from parallel.reshard.execute import ReshardReport
 from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters
+from parallel.sealed_store import SealedStore
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ServingWorld
 from verl_megatron.separate.identity import PublishedWeights
@@ -43,7 +44,7 @@ class TrainingEnd:
 
     config: TrainerConfig
     world: RankSet  # all training ranks
-    store: dist.Store  # of the bridges
+    store: SealedStore  # of the bridges
     source: WeightSource  # the trained model's weights
     dtype: torch.dtype  # of vLLM's weights
     wait: Callable[[], None]  # called again and again while this rank waits for another world
@@ -86,7 +87,7 @@ class RolloutLink:
         self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
         self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
         self._num_orders = self._num_fetches = 0
-        self.has_made_samples = False
+        self.has_served = False
 
     @property
     def report(self) -> ReshardReport:
@@ -186,7 +187,7 @@ class RolloutLink:
             self.bridge.put(fetch_key(replica, number), b"")
         owners = self.bridge.serving_ranks[:: self._tp]
         replies = [self._parcels.receive(source=owners[each], label=f"reply/{number}") for each in replicas]
-        self.has_made_samples |= any(reply.groups for reply in replies)
+        self.has_served |= any(reply.groups for reply in replies)
         return replies
 
     def receive(self, number: int, order: Order) -> list[Samples]:
@@ -195,15 +196,24 @@ class RolloutLink:
         Raises:
             BridgeLostError: the rollout world has ended.
         """
+        sources = self._sources(order)
+        samples = [self._parcels.receive(source=source, label=str(number)) for source in sources]
+        self.has_served = True
+        return samples
+
+    def has_made(self, number: int, order: Order) -> bool:
+        """Whether `receive` need not wait for the rollout world; errors as of `receive`."""
+        sources = self._sources(order)
+        return all(self._parcels.has_come(source=source, label=str(number)) for source in sources)
+
+    def _sources(self, order: Order) -> list[int]:
+        """Return the ranks whose samples of an order this rank owns."""
         bridge = self.bridge
-        owners = bridge.serving_ranks[:: self._tp]
-        samples = [
-            self._parcels.receive(source=owner, label=str(number))
-            for replica, owner in enumerate(owners)
+        return [
+            source
+            for replica, source in enumerate(bridge.serving_ranks[:: self._tp])
             if owner_of(order.share.first, replica, bridge.num_training) == bridge.rank
         ]
-        self.has_made_samples = True
-        return samples
 
     # ---- the end -------------------------------------------------------------------------------------------
 
@@ -219,6 +229,10 @@ class RolloutLink:
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
+            self._versions.begin_close()
+            while not self._versions.closed:
+                self.bridge.check()  # a rank of it may be stopped
+                self.bridge.pause()
             self._versions.close()
         except (BridgeLostError, RuntimeError):
             pass  # it has ended, which is what is wanted

@@ -97,6 +97,9 @@ class OrderServer:
             rewards_B=rewards_B if self._replica.has_rewards else None,
             sums=sums.state_dict(),
             num_dropped=self._sampler.num_dropped,
+            dropped_tokens=self._sampler.dropped_tokens,
+            replica=self._replica.engine.replica,
+            seconds=time.perf_counter() - begin,
         )
         send = partial(self._send, number, order, samples, source.cursor.progress())
         self._sending.append(self._sender.submit(send))

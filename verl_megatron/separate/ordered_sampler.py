@@ -3,9 +3,10 @@
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from parallel.bridge import BridgeLostError, together
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.orders import Order, Samples, cursor_key
-from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
+
+LOOK_S = 0.02  # between two looks at what has come
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,6 +33,7 @@ class _Part:
     place: int = -1  # of the world that makes it
     number: int = -1  # of its order there
     samples: list[Samples] | None = None  # this rank's; None: they have not arrived
+    early: list[Samples] | None = None  # the same, before all ranks have theirs
 
 
 @dataclass(kw_only=True)
@@ -52,6 +55,11 @@ class _Collection:
         """Samples to train on, or of validation."""
         return sum(len(part.batch["sample_id"]) for part in self.samples)
 
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of these."""
+        return sum(part.num_tokens for part in self.samples)
+
 
 class OrderedSampler(RemoteSampler):
     """Orders collections ahead of time, and receives their samples.
@@ -61,26 +69,12 @@ class OrderedSampler(RemoteSampler):
     shares of a world that has ended are dealt out to the others, or to the one that follows it.
 
     Args:
-        cursor: of the training prompts; orders name where to draw from.
         keeps_all: without dynamic sampling, each collection draws as many prompts.
-        max_staleness: updates that the weights of samples may lag behind those that train on them.
-        last: the last iteration of the run.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        draw: Draw,
-        cursor: PromptCursor,
-        *,
-        keeps_all: bool,
-        max_staleness: int,
-        last: int,
-    ):
-        super().__init__(fleet, draw)
-        self._cursor, self._keeps_all = cursor, keeps_all
-        self._ahead = cursor.fork()  # where the next order draws from
-        self._max_staleness, self._last = max_staleness, last
+    def __init__(self, fleet: Fleet, demand: Demand, *, keeps_all: bool):
+        super().__init__(fleet, demand)
+        self._cursor, self._keeps_all = demand.cursor, keeps_all
         self._first: int | None = None  # of the versions that samples may have; None: nothing is ordered yet
         self._ordered = 0  # the last ordered iteration
         self._start: dict[str, Any] | None = None  # where the next order draws from, if it is the first one
@@ -89,6 +83,10 @@ class OrderedSampler(RemoteSampler):
         self._restored: dict[int, _Collection] = {}  # by iteration, from a checkpoint
         self._received: list[Samples] = []  # of the last collection
         self._behind = 0  # versions, of the last collection
+        self._receiving: _Part | None = None
+        self._looked_at = 0.0
+        if self._max_staleness:
+            fleet.chores.append(self._look)
 
     def needs(self, version: int) -> bool:
         return version + 1 + self._max_staleness <= self._last
@@ -121,12 +119,10 @@ class OrderedSampler(RemoteSampler):
             self._receive(collection)
         self._received = collection.samples
         self._fleet.forget(before=min([self._newest, *(part.order.version for part in self._waiting)]))
-        parts = [RolloutBatch(**samples.batch) for samples in self._received]
-        return (
-            RolloutBatch.concatenate(parts)
-            if parts
-            else batch_of([], [], Numbers(), draw, policy_version=version)
-        )
+        batch = _batch_of(self._received, draw, version)
+        if self.follower is not None and isinstance(source, TrainingPrompts):
+            self.follower.collected(iteration, batch)
+        return batch
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
         """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
@@ -191,7 +187,8 @@ class OrderedSampler(RemoteSampler):
 
     def _drop_restored(self, is_dropped: Callable[[int], bool]) -> None:
         for iteration in filter(is_dropped, list(self._restored)):
-            self._counts.dropped += self._restored.pop(iteration).num_samples
+            dropped = self._restored.pop(iteration)
+            self._counts.drop(dropped.num_samples, dropped.num_tokens)
 
     def _in_flight(self) -> int:
         """This rank's training samples that have arrived and wait for their iteration."""
@@ -234,22 +231,16 @@ class OrderedSampler(RemoteSampler):
 
     def _give(self, part: _Part) -> None:
         """Give an order to the world whose share it is; if that is not there, to the one with least to do."""
-        while True:
-            able = [
-                place for place in self._fleet.links if self._fleet.can_provide(place, part.order.version)
-            ]
-            if not able:
-                self._fleet.admit(waits=True)
-                continue
-            load = Counter(other.place for other in self._waiting)
-            place = part.home if part.home in able else min(able, key=lambda place: (load[place], place))
-            try:
-                self._fleet.provide(place, part.order.version)
-                number = self._fleet.links[place].give(part.order)
-            except BridgeLostError:
-                number = -1  # on this rank; it is noticed on all when the samples are received
-            part.place, part.number = place, number
-            return
+        fleet, version, part.place = self._fleet, part.order.version, -1
+        while not (able := [place for place in fleet.links if fleet.can_provide(place, version)]):
+            self._give_again(self._joined(fleet.admit_able(version)))
+        load = Counter(other.place for other in self._waiting)
+        part.place = part.home if part.home in able else min(able, key=lambda each: (load[each], each))
+        try:
+            fleet.provide(part.place, version)
+            part.number = fleet.links[part.place].give(part.order)
+        except BridgeLostError:
+            part.number = -1  # on this rank; it is noticed on all when the samples are received
 
     # ---- samples -------------------------------------------------------------------------------------------
 
@@ -267,22 +258,53 @@ class OrderedSampler(RemoteSampler):
             self._waiting = [other for other in self._waiting if other is not part]
             if part.order.iteration:
                 self._arrived(part, cursor)
+                self._tell(part.order.iteration)
 
     def _receive_part(self, part: _Part) -> tuple[list[Samples], dict[str, Any] | None]:
         if part.number < 0:
             raise BridgeLostError(f"the {self._fleet.worlds[part.place].name} world has ended")
         link, cursor = self._fleet.links[part.place], None
-        samples = link.receive(part.number, part.order)
+        self._receiving = part
+        samples = link.receive(part.number, part.order) if part.early is None else part.early
         if part.order.iteration and not self._keeps_all:
             cursor = pickle.loads(link.bridge.value(cursor_key(part.number)))
         return samples, cursor
 
+    def _look(self) -> None:
+        """Receive what has come of the next iterations, so that its scores can be computed."""
+        now = time.monotonic()
+        if self.follower is None or now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        for place, link in self._fleet.links.items():
+            missing = [part for part in self._waiting if part.place == place and part.early is None]
+            part = min(missing, key=lambda part: part.number, default=None)
+            if part is None or part is self._receiving or part.number < 0 or not part.order.iteration:
+                continue
+            try:
+                if link.has_made(part.number, part.order):
+                    part.early = link.receive(part.number, part.order)
+                    self._tell(part.order.iteration)
+            except BridgeLostError:
+                pass  # noticed on all ranks when the samples are needed
+
+    def _tell(self, iteration: int) -> None:
+        """Tell of an iteration whose samples are all here."""
+        collection = self._collections[iteration]
+        found = [part.early if part.samples is None else part.samples for part in collection.parts]
+        if self.follower is not None and None not in found:
+            samples = list(chain.from_iterable(filter(None, found)))
+            self.follower.arrived(iteration, _batch_of(samples, self._draw, collection.version))
+
     def _arrived(self, part: _Part, cursor: dict[str, Any] | None) -> None:
         """Count the samples of a part; with dynamic sampling, note where the next order draws from."""
         assert part.samples is not None
+        for made in part.samples:
+            tokens = made.num_tokens + made.dropped_tokens
+            self._add_rate(part.place, made.replica, tokens=tokens, seconds=made.seconds)
         dropped = sum(samples.num_dropped for samples in part.samples)
         self._counts.sampled += dropped + sum(len(samples.batch["sample_id"]) for samples in part.samples)
-        self._counts.dropped += dropped
+        self._counts.drop(dropped, sum(samples.dropped_tokens for samples in part.samples))
         if cursor is None:
             return
         self._collections[part.order.iteration].cursor = cursor
@@ -294,7 +316,7 @@ class OrderedSampler(RemoteSampler):
         """Deal the missing shares of a world that has ended out to others, or to the one that follows it."""
         orphans = [part for part in self._waiting if part.place == place]
         for part in orphans:
-            part.place = -1
+            part.place, part.early = -1, None
             self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
         self._fleet.lose(place, reason)
         self._admit(since)
@@ -303,7 +325,16 @@ class OrderedSampler(RemoteSampler):
 
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
-        for place in self._joined(since):
-            for part in self._waiting:
-                if part.place == place:  # ordered of the world before it
-                    self._give(part)
+        self._give_again(self._joined(self._fleet.admit_any(), since))
+
+    def _give_again(self, places: Sequence[int]) -> None:
+        """Give what was ordered of the worlds that were in these places before."""
+        for part in [part for part in self._waiting if part.place in places]:
+            self._give(part)
+
+
+def _batch_of(samples: list[Samples], draw: Draw, version: int) -> RolloutBatch:
+    """Return samples as one batch."""
+    if samples:
+        return RolloutBatch.concatenate([RolloutBatch(**part.batch) for part in samples])
+    return batch_of([], [], Numbers(), draw, policy_version=version)

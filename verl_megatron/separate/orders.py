@@ -75,6 +75,14 @@ class Samples:
     rewards_B: Tensor | None  # float32; None without a reward function
     sums: dict[str, dict]  # state of `Sums`
     num_dropped: int = 0  # samples that dynamic sampling has left out
+    dropped_tokens: int = 0  # response tokens of these
+    replica: int = 0  # of the world that made them
+    seconds: float = 0.0  # for which that generated and scored
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens."""
+        return int(self.batch["response_mask"].sum())
 
 
 # ---- async.buffer=window ----------------------------------------------------------------------------------
@@ -121,9 +129,13 @@ class GroupSamples:
     complaint: str  # about them
 
     @property
-    def version(self) -> int:
-        """The earliest weights that have made a token."""
-        return int(self.batch["policy_version"].min())
+    def num_samples(self) -> int:
+        return len(self.batch["sample_id"])
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens."""
+        return int(self.batch["response_mask"].sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +145,7 @@ class Reply:
     groups: list[GroupSamples]
     sums: dict[str, dict]  # state of `Sums`: the engine's load
     interrupted: int  # samples that went on with other weights
+    aborted_tokens: int  # response tokens of these whose cache is computed again
     idle_s: float
     busy_s: float
 

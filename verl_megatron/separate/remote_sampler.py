@@ -4,12 +4,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.observe.rates import Rates
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.sampler import Draw, KeepGroup, PromptSource
 from verl_megatron.separate.fleet import Fleet
@@ -25,11 +27,17 @@ class Counts:
     sampled: int = 0
     trained: int = 0
     dropped: int = 0  # by dynamic sampling, or older than allowed after a resumption
+    dropped_tokens: int = 0  # response tokens of these
 
     def add(self, resumed: "Resumed") -> None:
         """Count the samples of a collection that a checkpoint holds: the next iteration trains on them."""
         self.sampled += resumed.num_samples
         self.trained += resumed.num_samples
+
+    def drop(self, samples: int, tokens: int) -> None:
+        """Count samples that nobody trains on, and their response tokens."""
+        self.dropped += samples
+        self.dropped_tokens += tokens
 
     def check(self, in_flight: int) -> None:
         """Raise a RuntimeError if a sample was lost or is counted twice."""
@@ -51,24 +59,44 @@ class Resumed:
 NOTHING = Resumed()
 
 
-class RemoteSampler(ABC):
-    """Stands for the rollout worlds' samplers. All methods are collective over the training world.
+class Follower(Protocol):
+    """Works on samples that arrive before their iteration begins."""
 
-    Args:
-        draw: of an iteration.
-    """
+    def arrived(self, iteration: int, batch: RolloutBatch) -> None:
+        """This rank has its samples of an iteration."""
+
+    def collected(self, iteration: int, batch: RolloutBatch) -> None:
+        """The iteration begins, on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a run's iterations ask of the rollout worlds."""
+
+    draw: Draw  # of an iteration
+    cursor: PromptCursor  # of the training prompts; orders name where to draw from
+    max_staleness: int  # updates that the weights of samples may lag behind those that train on them
+    last: int  # iteration of the run
+
+
+class RemoteSampler(ABC):
+    """Stands for the rollout worlds' samplers. All methods are collective over the training world."""
 
     pool: RewardPool | None = None  # the reward workers are in the rollout worlds
 
-    def __init__(self, fleet: Fleet, draw: Draw):
-        self._fleet, self._draw, self.world = fleet, draw, fleet.world
+    def __init__(self, fleet: Fleet, demand: Demand):
+        self._fleet, self._draw, self.world = fleet, demand.draw, fleet.world
+        self._ahead = demand.cursor.fork()  # where the next order draws from
+        self._max_staleness, self._last = demand.max_staleness, demand.last
         self._newest = 0  # published version
+        self._rates = Rates(self.world)
         self._counts = Counts()
         self._dealt_again = (
             0  # prompts whose samples a world that ended has not made, since the last collection
         )
         self._iteration = 0  # of the last collection; 0: validation's
         self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
+        self.follower: Follower | None = None
 
     @abstractmethod
     def needs(self, version: int) -> bool:
@@ -125,6 +153,11 @@ class RemoteSampler(ABC):
     def _in_flight(self) -> int:
         """This rank's training samples that have arrived and wait for their iteration."""
 
+    def _add_rate(self, place: int, replica: int, *, tokens: int, seconds: float) -> None:
+        """Note what a replica of a world has made."""
+        name = f"replica {replica} of the {self._fleet.worlds[place].name} world"
+        self._rates.add(name, tokens=tokens, seconds=seconds)
+
     def _add_counts(self, sums: Sums) -> None:
         """Add what was counted since the iteration before, validations included."""
         if not self._iteration:
@@ -132,17 +165,19 @@ class RemoteSampler(ABC):
         sums.add("async/dealt_again", self._dealt_again, 1)
         sums.add("async/worlds_lost", self._fleet.num_ended, 1)
         self._dealt_again = self._fleet.num_ended = 0
+        self._rates.review(sums)
         share = 1 / self.world.size  # the sums of all ranks
-        for name, count in (asdict(self._counts) | {"in_flight": self._in_flight()}).items():
+        counts = asdict(self._counts) | {"in_flight": self._in_flight()}
+        sums.add("async/tokens_dropped", counts.pop("dropped_tokens"), share)
+        for name, count in counts.items():
             sums.add(f"async/samples_{name}", count, share)
 
-    def _joined(self, since: float | None = None) -> list[int]:
-        """Join the worlds that have come, and wait for one if none is left; return their places.
+    def _joined(self, joined: Sequence[int], since: float | None = None) -> Sequence[int]:
+        """Say that worlds have joined; return their places.
 
         Args:
             since: since when training has waited for samples of a world that was lost.
         """
-        joined = self._fleet.admit(waits=True)
         for place in joined:
             said = "it generates"
             if since is not None:

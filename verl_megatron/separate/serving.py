@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.bridge import POLL_S, Bridge, Parcels, losing, open_store
+from parallel.bridge import POLL_S, Bridge, losing, open_store
+from parallel.parcels import Parcels
 from parallel.rank_set import RankSet
 from parallel.reshard.versions import VersionedReshard
 from parallel.weights.architecture import read_architecture

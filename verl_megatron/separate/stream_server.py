@@ -243,12 +243,14 @@ class StreamServer:
             return
         sums, now = Sums(), time.perf_counter()
         self._engine.admission.add_load(sums, is_first=self._engine.world.is_first)
-        interrupted, self._stream.num_interrupted = self._stream.num_interrupted, 0
+        interrupted, aborted_tokens = self._stream.num_interrupted, self._stream.aborted_tokens
+        self._stream.num_interrupted = self._stream.aborted_tokens = 0
         idle_s, busy_s = self._idle_s, now - self._since - self._idle_s
         reply = Reply(
             groups=complete,
             sums=sums.state_dict(),
             interrupted=interrupted,
+            aborted_tokens=aborted_tokens,
             idle_s=idle_s,
             busy_s=busy_s,
         )

@@ -1,21 +1,20 @@
 """What the training loop takes for its rollout where other worlds generate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from parallel.bridge import Bridge
 from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
-from verl_megatron.observe.activity import activities_of
-from verl_megatron.observe.timeline import Activity
 from verl_megatron.residency import Tag
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.ordered_sampler import OrderedSampler
-from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.remote_sampler import Demand, RemoteSampler
 from verl_megatron.separate.window_sampler import WindowSampler
 
 
@@ -94,10 +93,10 @@ class RemoteEngine:
     def restore(self) -> bool:
         return False
 
-    def activities(self) -> list[Activity]:
-        """Return what the ranks of the rollout worlds did; called on the first training rank."""
-        links = self._fleet.links.values()
-        return activities_of([(link.bridge, link.served_by.ranks) for link in links])
+    @property
+    def bridges(self) -> list[tuple[Bridge, Sequence[int]]]:
+        """Bridges to the rollout worlds; as of `Roster`."""
+        return self._fleet.bridges
 
     def close(self) -> None:
         """Let the rollout worlds end. Collective over the training world."""
@@ -123,12 +122,14 @@ def rollout_side(
         gather: makes the trained weights complete before they are sent.
     """
     drops, asynchrony = config.algorithm.dynamic_sampling, config.async_
-    limits = {"max_staleness": asynchrony.max_staleness, "last": config.run.iterations}
+    demand = Demand(
+        draw=draw, cursor=cursor, max_staleness=asynchrony.max_staleness, last=config.run.iterations
+    )
     sampler: RemoteSampler
     if asynchrony.buffer == "window":
-        sampler = WindowSampler(fleet, draw, cursor, keep_group=has_variance if drops else None, **limits)
+        sampler = WindowSampler(fleet, demand, keep_group=has_variance if drops else None)
     else:
-        sampler = OrderedSampler(fleet, draw, cursor, keeps_all=not drops, **limits)
+        sampler = OrderedSampler(fleet, demand, keeps_all=not drops)
     channel = SeparateChannel(fleet, gather, sampler, is_validated=partial(_is_validated, config))
     return RolloutSide(engine=RemoteEngine(fleet), sampler=sampler, channel=channel)
 

@@ -19,14 +19,13 @@ from torch import Tensor
 from parallel.bridge import BridgeLostError, together
 from parallel.runtime.refusal import RefusalError
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
-from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
 WAIT_S = 0.01  # between two questions for samples
 
@@ -35,26 +34,12 @@ class WindowSampler(RemoteSampler):
     """Orders groups as staleness allows, and takes the oldest and the first that are complete.
 
     Args:
-        cursor: of the training prompts.
         keep_group: which groups to train on; the others are dropped, and further prompts take their place.
-        max_staleness: updates that the weights of samples may lag behind those that train on them.
-        last: the last iteration of the run.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        draw: Draw,
-        cursor: PromptCursor,
-        *,
-        keep_group: KeepGroup | None,
-        max_staleness: int,
-        last: int,
-    ):
-        super().__init__(fleet, draw)
+    def __init__(self, fleet: Fleet, demand: Demand, *, keep_group: KeepGroup | None):
+        super().__init__(fleet, demand)
         self._keep_group = keep_group
-        self._ahead = cursor.fork()  # where the next block draws from
-        self._max_staleness, self._last = max_staleness, last
         self._begun = False
         self._next = 0  # number of the next group to order
         self._num_replaced = 0  # groups that were dropped, since the run began
@@ -66,7 +51,7 @@ class WindowSampler(RemoteSampler):
         self._taken: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
-        self._interrupted = 0  # samples of these
+        self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
 
     def needs(self, version: int) -> bool:
         return version < self._last
@@ -157,7 +142,8 @@ class WindowSampler(RemoteSampler):
         sums.add("async/rollout_wait_s", self._seconds[0], replicas)
         sums.add("async/generation_s", self._seconds[1], replicas)
         sums.add("async/interrupted", self._interrupted, 1 / self.world.size)
-        self._load, self._seconds, self._interrupted = Sums(), [0.0, 0.0], 0
+        sums.add("async/tokens_aborted", self._aborted_tokens, 1 / self.world.size)
+        self._load, self._seconds, self._interrupted, self._aborted_tokens = Sums(), [0.0, 0.0], 0, 0
         self._add_counts(sums)
         rewards = [found.rewards_B for _, found in self._received if found.rewards_B is not None]
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
@@ -181,7 +167,8 @@ class WindowSampler(RemoteSampler):
             self._ahead.load_state_dict(cursor)
         self._begun, self._skipped = True, set(resumed.groups)
         for number in self._skipped & self._table.entries.keys():
-            self._counts.sampled -= self._table.forget(number)
+            if (own := self._table.forget(number)) is not None:
+                self._counts.sampled -= own.num_samples
         self._counts.add(resumed)
         self._give(self._table.incomplete())
         self._order_more()
@@ -246,21 +233,25 @@ class WindowSampler(RemoteSampler):
         """Receive what is complete, and tell all ranks of it."""
         new: list[GroupSamples] = []
         for place, link in list(self._fleet.links.items()):
-            fetch = partial(link.fetch, self._own_replicas(place))
+            own = self._own_replicas(place)
+            fetch = partial(link.fetch, own)
             try:
                 replies = together(self.world, fetch)
             except BridgeLostError as error:
                 self._deal_again(place, str(error), since)
                 continue
-            for reply in replies:
+            for replica, reply in zip(own, replies):
                 new += reply.groups
+                tokens = sum(group.num_tokens for group in reply.groups)
+                self._add_rate(place, replica, tokens=tokens, seconds=reply.busy_s)
                 self._load.merge(Sums.from_state(reply.sums))
                 self._interrupted += reply.interrupted
+                self._aborted_tokens += reply.aborted_tokens
                 self._seconds[0] += reply.idle_s
                 self._seconds[1] += reply.busy_s
         self._table.own |= {found.number: found for found in new}
         for number in (found.number for found in new if found.number < VALIDATION):
-            self._counts.sampled += len(self._table.own[number].batch["sample_id"])
+            self._counts.sampled += self._table.own[number].num_samples
         gathered = chain(*self.world.all_gather_object([self._arrival_of(found) for found in new]))
         for arrival in sorted(gathered, key=lambda each: each.number):
             self._table.complete(arrival)
@@ -291,7 +282,8 @@ class WindowSampler(RemoteSampler):
     def _drop(self, number: int) -> None:
         self._num_replaced += 1
         self._recently_dropped += 1
-        self._counts.dropped += self._table.forget(number)
+        if (own := self._table.forget(number)) is not None:
+            self._counts.drop(own.num_samples, own.num_tokens)
 
     def _deal_again(self, place: int, reason: str, since: float) -> None:
         """Order what a world that has ended has not completed of others, or of the one that follows it."""
@@ -305,7 +297,7 @@ class WindowSampler(RemoteSampler):
 
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
-        for place in self._joined(since):
+        for place in self._joined(self._fleet.admit_any(), since):
             self._give(self._table.incomplete(place))  # ordered of the world before it
 
     def _in_flight(self) -> int:

@@ -24,9 +24,6 @@ KINDS = {
     "policy/": "reinforcement learning",
 }
 
-# Shares of its time for which a side has waited for the other, of runs whose rollout is on ranks of its own.
-TRAINING_WAITS, ROLLOUT_WAITS = "async/training_wait_fraction", "async/rollout_wait_fraction"
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -100,24 +97,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
             if key != "step":
                 is_finite = value is not None and math.isfinite(value)
                 points.setdefault(key, {})[row["step"]] = value if is_finite else None
-    waited = _waiting_shares(points)
-    return {key: _series(by_step) for key, by_step in (waited | points).items()}
-
-
-def _waiting_shares(points: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[int, float | None]]:
-    """Return the share of its time for which each side has waited, by step; empty without a rollout world."""
-    idle, busy, training, step_ms = (
-        points.get(key, {})
-        for key in ("async/rollout_wait_s", "async/generation_s", "time/rollout_s", "train/step_time_ms")
-    )
-    shares: dict[str, dict[int, float | None]] = {}
-    for step, waited in idle.items():
-        worked, received, whole = busy.get(step), training.get(step), step_ms.get(step)
-        if waited is not None and worked is not None and waited + worked > 0:
-            shares.setdefault(ROLLOUT_WAITS, {})[step] = waited / (waited + worked)
-        if received is not None and whole:
-            shares.setdefault(TRAINING_WAITS, {})[step] = 1e3 * received / whole
-    return shares
+    return {key: _series(by_step) for key, by_step in points.items()}
 
 
 def _series(by_step: Mapping[int, float | None]) -> Series:

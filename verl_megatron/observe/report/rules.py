@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 SMOOTH = 5  # points of the rolling median that is compared with a limit
 LEAST_SMOOTH = 3  # points before it is compared
+# Shares of its time for which a side has waited for the other.
+TRAINING_WAITS, ROLLOUT_WAITS = "async/training_wait_fraction", "async/rollout_wait_fraction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from verl_megatron.observe.report.record import ROLLOUT_WAITS, TRAINING_WAITS, RunRecord
-from verl_megatron.observe.report.rules import number, percent
+from verl_megatron.observe.report.record import RunRecord
+from verl_megatron.observe.report.rules import ROLLOUT_WAITS, TRAINING_WAITS, number, percent
 
 ENDS = 10  # iterations at either end whose median is shown
 LOSSES = ("sft/loss", "dpo/loss", "reward_model/loss")

@@ -3,8 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 from verl_megatron.observe.report import history
-from verl_megatron.observe.report.record import ROLLOUT_WAITS, TRAINING_WAITS, RunRecord
-from verl_megatron.observe.report.rules import LEAST_SMOOTH, SMOOTH, Alarm, number, of_iterations, percent
+from verl_megatron.observe.report.record import RunRecord
+from verl_megatron.observe.report.rules import (
+    LEAST_SMOOTH,
+    ROLLOUT_WAITS,
+    SMOOTH,
+    TRAINING_WAITS,
+    Alarm,
+    number,
+    of_iterations,
+    percent,
+)
 
 MOST_WAITING = 0.5  # share of its time
 MOST_DROPPED = 0.5  # of the samples that are made

@@ -1,0 +1,81 @@
+"""Signs of life of a world that serves training, told through the store of its bridge.
+
+A rank whose process is stopped, or whose host is not reached, neither ends nor works. Each rank therefore
+counts in the store while it runs, on a thread of its own, and the training ranks look at the counts while
+they wait.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+
+from parallel.sealed_store import SealedStore
+
+INTERVAL_S = 1.0  # between two counts
+SILENCE_S = 2.0  # added to the patience: counts and looks are a second apart
+
+
+class Pulse:
+    """Counts in the store that this process runs, until `stop` or the end of the store.
+
+    Args:
+        store: of a bridge.
+        rank: of this process on the bridge.
+    """
+
+    def __init__(self, store: SealedStore, rank: int):
+        self._store, self._key = store.clone(), _key(rank)  # a waiting call blocks a client for other threads
+        self._ends = threading.Event()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            while not self._ends.is_set():
+                self._store.add(self._key, 1)
+                self._ends.wait(INTERVAL_S)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._ends.set()
+
+
+class Listener:
+    """Notices which ranks of a bridge have stopped counting.
+
+    Only the time in which this process looks counts: it may do other things for long.
+
+    Args:
+        ranks: of the bridge.
+        patience_s: seconds without a sign of life; 0: any number of them.
+    """
+
+    def __init__(self, store: SealedStore, ranks: Sequence[int], patience_s: float):
+        self._store, self._ranks, self._patience_s = store, ranks, patience_s
+        self._every_s = max(INTERVAL_S, patience_s / 10)
+        self._counts = dict.fromkeys(ranks, 0)
+        self._silent_s = dict.fromkeys(ranks, 0.0)
+        self._looked_at = time.monotonic()
+
+    def silent(self) -> dict[int, float]:
+        """Return the ranks that have been silent for too long, and for how many seconds.
+
+        Raises:
+            RuntimeError: the store has ended.
+        """
+        now = time.monotonic()
+        since_s = now - self._looked_at
+        if not self._patience_s or since_s < self._every_s:
+            return {}
+        self._looked_at = now
+        for rank in self._ranks:
+            count = self._store.add(_key(rank), 0)
+            known_s = self._silent_s[rank] + min(since_s, 2 * self._every_s)
+            self._silent_s[rank] = known_s if count == self._counts[rank] else 0.0
+            self._counts[rank] = count
+        patience_s = self._patience_s + SILENCE_S
+        return {rank: silent_s for rank, silent_s in self._silent_s.items() if silent_s > patience_s}
+
+
+def _key(rank: int) -> str:
+    return f"pulse/{rank}"

@@ -1,0 +1,80 @@
+"""Signs of life over a bridge's store, and what a supervisor makes of their absence."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parallel import pulse
+from parallel.bridge import STARTED, WORLDS
+from parallel.pulse import Listener, Pulse
+from parallel.runtime import store as stores
+from parallel.sealed_store import SealedStore
+from verl_megatron.launch.lookout import Lookout, Seen
+
+TOKEN = "a secret of the run"
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(pulse, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(pulse, "SILENCE_S", 0.1)
+    return stores.serve(stores.LOCAL, one_host=True)
+
+
+def store_of(served: dist.TCPStore) -> SealedStore:
+    client = dist.TCPStore(stores.LOCAL, served.port, is_master=False)
+    return SealedStore(client, TOKEN, "bridge/")
+
+
+def looks(listener: Listener, seconds: float) -> dict[int, float]:
+    """What the listener has found after looking for some seconds, or as soon as it finds something."""
+    end = time.monotonic() + seconds
+    while not (silent := listener.silent()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return silent
+
+
+def test_a_rank_that_stops_counting_is_found_and_the_others_are_not(served):
+    store = store_of(served)
+    first, second = Pulse(store, 3), Pulse(store, 4)
+    listener = Listener(store_of(served), (3, 4), 0.4)
+    assert not looks(listener, 1.0)
+    second.stop()
+    (found,) = (silent := looks(listener, 5.0))
+    assert found == 4 and 0.5 < silent[4] < 3
+    first.stop()
+
+
+def test_only_time_in_which_one_looks_counts(served):
+    listener = Listener(store_of(served), (3,), 0.4)
+    assert not listener.silent()
+    time.sleep(1.0)  # in an update
+    assert not listener.silent()
+    assert looks(listener, 5.0)
+    assert not looks(Listener(store_of(served), (3,), 0), 0.6), "0 waits for ever"
+
+
+def test_a_supervisor_hears_which_start_was_given_up_and_tells_ends(served):
+    lookout = Lookout(f"{stores.LOCAL}:{served.port}", TOKEN)
+    assert lookout.look("rollout:1", 0) == Seen()
+    part = store_of(served).part("rollout:1")
+    part.add(WORLDS, 1)
+    part.put(f"{STARTED}/1", "4")
+    assert lookout.look("rollout:1", 4) == Seen(has_joined=True)
+    part.put("gone/1", "no sign of life")
+    assert lookout.look("rollout:1", 4) == Seen(has_joined=True, was_given_up=True)
+    assert lookout.look("rollout:1", 5) == lookout.look("rollout:0", 4) == Seen()
+    part.add(WORLDS, 1)  # it is started again
+    part.put(f"{STARTED}/2", "5")
+    assert lookout.look("rollout:1", 4) == Seen() and not lookout.look("rollout:1", 5).was_given_up
+    lookout.tell_end("rollout:1", 4, "too late")
+    assert part.get("gone/2") is None
+    lookout.tell_end("rollout:1", 5, "it has ended")
+    assert part.get("gone/2") == b"it has ended"
+
+
+def test_a_supervisor_without_a_training_world_goes_on(served):
+    lookout = Lookout(f"{stores.LOCAL}:1", TOKEN)
+    lookout.tell_end("rollout", 0, "it has ended")
+    assert lookout.look("rollout", 0) == Seen()
