@@ -202,6 +202,17 @@ def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it
     assert [row["policy/loss"] for row in found[1:]] == [row["policy/loss"] for row in expected[1:]]
 
 
+def test_an_interrupt_ends_both_worlds_with_one_line(toy, tmp_path):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, "run.iterations=1000")
+    with started(tmp_path, *settings) as both:
+        wait_for(both, "step 1/1000")
+        os.killpg(both.process.pid, signal.SIGINT)  # as a terminal does
+        ended = both.wait(timeout_s=60)
+        assert ended.code == 130 and not both.leftovers(), ended.text
+    said = (ended.stdout + ended.stderr).splitlines()
+    assert sum(line.startswith("interrupted") for line in said) == 1 and "Traceback" not in ended.text
+
+
 def test_an_error_of_the_rollout_world_ends_the_run_with_one_message(toy, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
