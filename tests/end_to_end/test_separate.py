@@ -175,6 +175,7 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
 def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_path, devices, rank):
     """All of the world is stopped, or one rank of two; the other world makes its samples."""
     stopped = (f"rollout.devices={devices}", "run.stall_timeout_s=5", "async.max_staleness=1")
+    stopped += ("run.validate_interval=0",)  # whose samples are not counted
     with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *stopped)) as worlds:
         wait_for(worlds, "step 1/4")
         os.kill(pid_of(worlds, "rollout:1", rank), signal.SIGSTOP)
