@@ -59,6 +59,7 @@ class Fleet:
         self.shares, self.links = shares_of(self.worlds, 1), {0: Link(0), 1: Link(0)}
         self.has = {0: {0}, 1: {0}}  # versions that can be sent to a place again
         self.num_lost = self.waits = 0
+        self.chores: list = []
 
     def published(self, version):
         self.version = version
