@@ -1,13 +1,18 @@
 """Plans of a rollout on GPUs of its own, and the search for the best split."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planned import H200, arch, run_config
 from verl_megatron.commands import plan
+from verl_megatron.model_specs import rollout_devices
 from verl_megatron.planner import PlannedRun, plan_memory, plan_seconds, search_splits
 from verl_megatron.planner.memory import SERVING, problems_of
 from verl_megatron.planner.rollout.serving import kv_bytes_per_token, vllm_working_bytes
 from verl_megatron.planner.search import configured
+from verl_megatron.planner.text import waiting
+from verl_megatron.planner.training import infer_seconds
 
 
 def separate(training: int, gpus: int, **settings) -> PlannedRun:
@@ -44,6 +49,45 @@ def test_both_sides_take_turns_at_staleness_0_and_overlap_above():
     assert turns.gpus == 6
 
 
+def test_frozen_models_apart_score_beside_the_others():
+    apart = {"reference.devices": "4-5", "reference.layout": "tp2", "rollout.devices": "6-7"}
+    by_staleness = {}
+    for staleness in (0, 1):
+        run = separate(4, 8, **apart, **{"async.max_staleness": staleness})
+        by_staleness[staleness] = plan_seconds(run, H200, plan_memory(run, H200))
+    assert [role.name for role in run.roles] == ["actor", "critic"] and (run.gpus, run.world_size) == (8, 4)
+    (reference,) = run.scoring[0].roles
+    alone = H200.phase_s + infer_seconds(run, H200, [reference])
+    turns, beside = by_staleness[0], by_staleness[1]
+    assert turns.scoring == beside.scoring == {"reference": pytest.approx(alone)}
+    # in turns: what is left of it when the training ranks have passed over the samples
+    passes = turns.seconds["log_probs"] + turns.seconds["values"]
+    assert turns.seconds["scores"] == pytest.approx(max(0.0, alone - passes))
+    assert turns.iteration == pytest.approx(sum(turns.seconds.values()))
+    assert "scores" not in beside.seconds
+    slow = replace(beside, scoring={"reference": 1000.0})
+    assert slow.iteration == 1000.0 and "training waits" in waiting(slow) and "reference" not in waiting(slow)
+    assert beside.iteration == max(beside.seconds["rollout"], beside.training, alone)
+
+
+def test_the_search_places_frozen_models_apart():
+    settings = {"reference.devices": "0", "reward.devices": "0", "reward.path": "llama3-1b"}
+    base = configured(run_config(samples=512), {"async.max_staleness": 1} | settings)
+    result = search_splits(base, world_size=8, machine=H200, read=arch)
+    assert result.fitting
+    for candidate in result.fitting[:5]:
+        run = candidate.run
+        (world,) = run.scoring  # both share it
+        scoring = world.world.ranks
+        assert {role.name for role in world.roles} == {"reference", "reward"} and len(scoring) in (1, 2)
+        assert scoring[0] == run.world_size and scoring[-1] + 1 == rollout_devices(run.config)[0]
+        assert rollout_devices(run.config)[-1] == run.gpus - 1 == 7
+        again = PlannedRun.of(configured(base, candidate.settings), world_size=run.world_size, read=arch)
+        memory = plan_memory(again, H200)
+        assert not problems_of(again, H200, memory, margin=0.05)
+        assert plan_seconds(again, H200, memory).iteration == pytest.approx(candidate.seconds.iteration)
+
+
 def test_the_best_split_fits_when_it_is_planned_again():
     base = configured(run_config(samples=512), {"async.max_staleness": 1})
     result = search_splits(base, world_size=8, machine=H200, read=arch)
@@ -63,6 +107,18 @@ def test_the_best_split_fits_when_it_is_planned_again():
     [
         ("--gpus 1 --separate", "--separate needs a GPU to train and one to generate"),
         ("--gpus 4 --separate rollout.devices=3", "this is what the search chooses"),
+        ("--gpus 4 --separate reference.devices=2", "this is what the search chooses"),
+        ("--gpus 2 --separate --apart reference", "--apart one to score; raise --gpus to 3"),
+        ("--gpus 4 --apart reference", "--apart is for a search with --separate"),
+        (
+            "--gpus 4 --separate --apart actor",
+            "'actor' is not accepted; write one of reward, reference, teacher",
+        ),
+        ("--gpus 4 --separate --apart reward", "--apart reward: reward.path='' gives the run no reward"),
+        (
+            "--gpus 4 --separate --apart reference algorithm.kl_coef=0",
+            "algorithm.kl_coef=0.0 gives the run no reference; set it above 0",
+        ),
         ("--gpus 4 async.max_staleness=1", "needs a rollout on ranks of its own"),
         ("--gpus 4 --compare /nowhere rollout.devices=1-2", "must end with the last of --gpus 4, 3"),
     ],
@@ -77,3 +133,9 @@ def test_the_command_shows_the_split(capsys):
     assert plan.run(["--model", "llama3-8b", "--gpus", "4", "--separate", "--best", "2"]) == 0
     text = capsys.readouterr().out
     assert "rollout.devices=" in text and "async.max_staleness=1" in text and " waits " in text
+    command = "--model llama3-8b --gpus 4 --algorithm grpo --separate --apart reference --best 1"
+    assert plan.run(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "those that score" in text and " reference.devices=" in text
+    (shared,) = [line for line in text.splitlines() if line.startswith("beside ")]
+    assert ".devices=" not in shared, "the lines have them"

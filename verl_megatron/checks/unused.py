@@ -50,9 +50,9 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
         for name in unused.names:
             value, default, limits = _setting(config, name)
             if value != default and not value_problems(name, value, limits):
+                leave = "leave it out" if default == "" else f"leave it at {_shown(default)}"
                 problems.append(
-                    f"{name}={_shown(value)} has no effect {unused.because}; leave it at {_shown(default)}, "
-                    f"or {unused.remedy}"
+                    f"{name}={_shown(value)} has no effect {unused.because}; {leave}, or {unused.remedy}"
                 )
     return problems
 

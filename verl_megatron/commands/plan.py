@@ -9,6 +9,7 @@ own, and the search also chooses how many; compare its best iteration with that 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,13 @@ from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.options import COUNT, Options, check_output
-from verl_megatron.model_specs import has_worlds, named_devices, num_ranks, num_training_ranks
+from verl_megatron.model_specs import (
+    SCORERS,
+    has_worlds,
+    named_devices,
+    num_ranks,
+    num_training_ranks,
+)
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
@@ -48,6 +55,13 @@ from verl_megatron.planner import (
 from verl_megatron.planner.search import CHOSEN, Candidate, Search
 
 HOST_RANKS = 8
+SCORING = tuple(f"{name}.devices" for name in SCORERS)
+# The setting without which a run has no such frozen model, and what to set.
+GIVEN_BY = {
+    "reference": ("algorithm.kl_coef", "set it above 0"),
+    "reward": ("reward.path", "name a model"),
+    "teacher": ("teacher.path", "name a model"),
+}
 EXAMPLES = (
     "--model llama3-8b --gpus 8",
     "--model qwen2.5-32b --gpus 16 --gpu h100 --algorithm grpo --best 3 --json plan.json",
@@ -109,10 +123,17 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
         },
     }
+    if given.apart and not given.separate:
+        raise ValueError("--apart is for a search with --separate; give both, or SECTION.devices=RANKS")
     if given.separate:
-        if given.gpus < 2:
-            raise ValueError("--separate needs a GPU to train and one to generate; raise --gpus to 2 or more")
-        settings["rollout"]["devices"] = str(given.gpus - 1)  # the search replaces it
+        if given.gpus < 2 + bool(given.apart):
+            raise ValueError(
+                "--separate needs a GPU to train and one to generate, and --apart one to score; "
+                f"raise --gpus to {2 + bool(given.apart)} or more"
+            )
+        # The search replaces these.
+        settings["rollout"]["devices"] = str(given.gpus - 1)
+        settings |= {name: {"devices": str(given.gpus - 2)} for name in given.apart}
         settings["async"] = {"max_staleness": 1}
     try:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
@@ -123,13 +144,19 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     if unassigned := [setting for setting in given.settings if "=" not in setting]:
         raise ValueError(f"settings {' '.join(unassigned)}: no value is given; write SECTION.SETTING=VALUE")
     names = [setting.split("=")[0] for setting in given.settings]
-    if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
+    searched = CHOSEN + (SCORING if given.separate else ())
+    if not given.compare and (chosen := [name for name in names if name in searched]):
         raise ValueError(
             f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
             "recipe's --dry-run to plan one run"
         )
     config = structured(cast(DictConfig, overrides), TrainerConfig)
     refuse(check_values(config))  # before the models are opened
+    for name in given.apart:
+        setting, remedy = GIVEN_BY[name]
+        section, _, attribute = setting.partition(".")
+        if not (value := getattr(getattr(config, section), attribute)):
+            raise ValueError(f"--apart {name}: {setting}={value!r} gives the run no {name}; {remedy}")
     for option, model in (
         ("--model", config.actor.path),
         ("--critic", config.critic.path),
@@ -166,6 +193,16 @@ def lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def frozen_models(text: str) -> tuple[str, ...]:
+    """Argument type: names of frozen models."""
+    names = text.split(",")
+    if not set(names) <= set(SCORERS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not accepted; write one of {', '.join(SCORERS)}, or several with commas"
+        )
+    return tuple(names)
+
+
 def _training_ranks(config: TrainerConfig, gpus: int) -> int:
     """Return how many of `gpus` train.
 
@@ -181,8 +218,12 @@ def _training_ranks(config: TrainerConfig, gpus: int) -> int:
     return num_training_ranks(config)
 
 
-def common_settings(config: TrainerConfig) -> list[str]:
-    """Return the settings that all recipe lines share: those that differ from the defaults, without files."""
+def common_settings(config: TrainerConfig, *, chosen: Sequence[str] = ()) -> list[str]:
+    """Return the settings that all recipe lines share: those that differ from the defaults, without files.
+
+    Args:
+        chosen: settings of the lines themselves, which are left out.
+    """
     found, usual = [], TrainerConfig()
     for section, values in sections_of(config).items():
         defaults = sections_of(usual)[section]
@@ -190,7 +231,7 @@ def common_settings(config: TrainerConfig) -> list[str]:
         found += [
             f"{section}.{name}={getattr(values, name)}"
             for name in names
-            if getattr(values, name) != getattr(defaults, name)
+            if getattr(values, name) != getattr(defaults, name) and f"{section}.{name}" not in chosen
         ]
     return found
 
@@ -264,6 +305,13 @@ def parser() -> argparse.ArgumentParser:
         help="the rollout on GPUs of its own (rollout.devices), as many as are best; samples are at most "
         "async.max_staleness updates old, 1 unless it is given",
     )
+    options.add_argument(
+        "--apart",
+        type=frozen_models,
+        default=(),
+        metavar="MODEL,...",
+        help=f"with --separate: frozen models on GPUs of their own: {', '.join(SCORERS)}",
+    )
     options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
     options.add_argument(
         "--compare",
@@ -324,7 +372,7 @@ def run(arguments: list[str]) -> int:
         machine = find_machine(given.gpu)
         config = base_config(given)
         world = {
-            "world_size": _training_ranks(config, given.gpus) if given.compare else given.gpus,
+            "world_size": given.gpus if given.separate else _training_ranks(config, given.gpus),
             "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
             "read": architecture,
             "lengths": given.lengths,
@@ -335,7 +383,8 @@ def run(arguments: list[str]) -> int:
         result = (search_splits if given.separate else search)(config, machine=machine, **world)
         print(search_text(result, best=given.best, machine=machine))
         if result.fitting:
-            print(f"\nbeside {' '.join(common_settings(config))}")
+            chosen = tuple(result.fitting[0].settings)
+            print(f"\nbeside {' '.join(common_settings(config, chosen=chosen))}")
         if given.json:
             given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
         return 0 if result.fitting else 1

@@ -21,12 +21,7 @@ from verl_megatron.planner.activations import (
 )
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, PlannedWorld
-from verl_megatron.planner.rollout.serving import (
-    kv_bytes_per_token,
-    kv_cache_bytes,
-    own_rollout_bytes,
-    serving_bytes,
-)
+from verl_megatron.planner.rollout import serving
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", "versions", *SERVING)
@@ -190,8 +185,8 @@ def _rank_kind(
     run: PlannedRun, machine: Machine, ranks: tuple[int, ...], parts: tuple[tuple[PlannedRole, int], ...]
 ) -> RankKind:
     models = [RoleOnRank(role, stage, static_bytes(run, role, stage)) for role, stage in parts]
-    own = own_rollout_bytes(run, next((stage for role, stage in parts if role is run.actor), None))
-    awake = serving_bytes(run, machine, own)
+    own = serving.own_rollout_bytes(run, next((stage for role, stage in parts if role is run.actor), None))
+    awake = serving.serving_bytes(run, machine, own)
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(run)}
     settled |= {part: _sum_of(part, models) for part in ("weights", "gradients", "optimizer")}
     host = machine.process_host_bytes + _offloaded_to_host(run, models) + _saved_from_host(run, models)
@@ -200,7 +195,7 @@ def _rank_kind(
         phases=_phases(run, models, settled, awake),
         host_bytes=host,
         own_rollout_bytes=own,
-        kv_cache_bytes=kv_cache_bytes(run, machine, own),
+        kv_cache_bytes=serving.kv_cache_bytes(run, machine, own),
     )
 
 
@@ -217,17 +212,17 @@ def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
 
 def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
     """Return the ranks of `rollout.devices`: vLLM, and the back buffer that its next weights arrive in."""
-    own = own_rollout_bytes(run, None)
+    own = serving.own_rollout_bytes(run, None)
     parts = {
         "process": machine.process_bytes + machine.communicator_bytes * communicators(run),
         "versions": own,
-    } | serving_bytes(run, machine, own)
+    } | serving.serving_bytes(run, machine, own)
     return RankKind(
         ranks=rollout_devices(run.config),
         phases={"start": parts, "rollout": parts},
         host_bytes=machine.process_host_bytes,
         own_rollout_bytes=own,
-        kv_cache_bytes=kv_cache_bytes(run, machine, own),
+        kv_cache_bytes=serving.kv_cache_bytes(run, machine, own),
     )
 
 
@@ -397,7 +392,7 @@ def problems_of(
         for cause, needed in needs.items()
         if needed > room
     ]
-    sample = kv_bytes_per_token(run) * (run.prompt_tokens + run.response_tokens)
+    sample = serving.kv_bytes_per_token(run) * (run.prompt_tokens + run.response_tokens)
     if memory.kv_cache_bytes < sample:
         found.append(Problem(KV_CACHE, sample, max(0.0, memory.kv_cache_bytes)))
     if memory.host_bytes > host_room:

@@ -6,7 +6,7 @@ tensor-parallel size, how weights are kept, and what is offloaded for rollout. g
 from them: the need of the samples that a replica decodes concurrently, or what is left.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor, inf
@@ -16,7 +16,7 @@ from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.config.section import attribute_of
-from verl_megatron.model_specs import is_separate, num_rollout_ranks, shares_dtype
+from verl_megatron.model_specs import is_separate, num_rollout_ranks, scoring_worlds, shares_dtype
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.planned_run import (
@@ -366,30 +366,34 @@ def _frozen_layouts(
     base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
 ) -> Settings:
     """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
-    layouts = {}
+    layouts, apart = {}, {name for world in scoring_worlds(base) for name in world.models}
     heads: dict[str, Head] = {"reward": "sequence", "teacher": "lm"}
     for section, head in heads.items():
         model = getattr(base, section)
-        if model.path and model.layout == RewardConfig().layout:
+        if model.path and model.layout == RewardConfig().layout and section not in apart:
             arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)
-            tp = _smallest_tp(
-                arch,
-                head,
-                [size for size in sizes if _splits(part_elements, arch, size, head)],
-                base,
-                machine,
-            )
+            tp = smallest_tp(arch, head, sizes, base, machine)
             layouts[f"{section}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
     return layouts
 
 
-def _smallest_tp(
-    arch: Architecture, head: Head, sizes: list[int], base: TrainerConfig, machine: Machine
+def smallest_tp(
+    arch: Architecture,
+    head: Head,
+    sizes: Sequence[int],
+    base: TrainerConfig,
+    machine: Machine,
+    *,
+    share: float = FROZEN_SHARE,
 ) -> int:
-    """Choose the least of `sizes` under which a model takes at most FROZEN_SHARE of a GPU, or the largest."""
+    """Choose the least of `sizes` under which a model takes at most a share of a GPU, or the largest.
+
+    Sizes that do not split the model are left out.
+    """
+    sizes = [size for size in sizes if _splits(part_elements, arch, size, head)]
     for tp in sizes:
         parts = part_elements(arch, tp, head)
         elements = parts.embedding + arch.num_layers * parts.layer + parts.output
-        if ELEMENT_BYTES[base.engine.dtype] * elements <= FROZEN_SHARE * machine.gpu_bytes:
+        if ELEMENT_BYTES[base.engine.dtype] * elements <= share * machine.gpu_bytes:
             return tp
     return sizes[-1]

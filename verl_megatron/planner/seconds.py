@@ -1,6 +1,6 @@
 """Predicted seconds of each phase of an iteration, and model FLOPs utilization."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.machine import Machine
@@ -36,6 +36,7 @@ class TimePlan:
     peak_flops: float  # of one GPU
     staleness: int = 0  # above 0 the next samples are generated while the other phases train
     stream: Stream | None = None  # of a rollout without pause; None: it ends with each iteration's samples
+    scoring: dict[str, float] = field(default_factory=dict)  # seconds of each scoring world, by name
 
     @property
     def training(self) -> float:
@@ -49,7 +50,7 @@ class TimePlan:
 
     @property
     def iteration(self) -> float:
-        """Seconds of an iteration: both sides after each other, or the slower one.
+        """Seconds of an iteration: both sides after each other, or the slowest of all worlds.
 
         Without pause, a sample may take as long as max_staleness iterations and the wait for it in the one
         that trains on it. So the longest response and a training fit into max_staleness + 1 iterations. It is
@@ -58,10 +59,11 @@ class TimePlan:
         rollout, training = self.seconds["rollout"], self.training
         if not self.overlaps:
             return rollout + training
+        slowest = max(rollout, training, *self.scoring.values())
         if self.stream is None:
-            return max(rollout, training)
+            return slowest
         late = (self.stream.longest + training) / (self.staleness + 1)
-        return max(rollout, training, min(self.stream.drained, late))
+        return max(slowest, min(self.stream.drained, late))
 
     def mfu(self, *phases: str) -> float:
         """Model FLOPs utilization over `phases` (none: all in which models compute).
@@ -136,4 +138,19 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
     seconds["actor_update"] += sum(
         leaving_seconds(run, machine, role) for role in run.roles if role.name == "critic"
     )
-    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, staleness, stream)
+    scoring = scoring_seconds(run, machine)
+    if scoring and not staleness:
+        # Scored beside the passes of the training ranks, which do not wait for scores.
+        beside = sum(seconds.get(phase, 0.0) for phase in ("log_probs", "values"))
+        seconds["scores"] = max(0.0, max(scoring.values()) - beside)
+    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, staleness, stream, scoring)
+
+
+def scoring_seconds(run: PlannedRun, machine: Machine) -> dict[str, float]:
+    """Return the seconds in which each scoring world passes over an iteration's samples, by its name."""
+    return {
+        planned.world.name: sum(
+            machine.phase_s + infer_seconds(run, machine, [role]) for role in planned.roles
+        )
+        for planned in run.scoring
+    }

@@ -1,15 +1,19 @@
-"""Search over placements: how many of a number of GPUs train, and how many generate beside them."""
+"""Search over placements: how many of a number of GPUs train, generate beside them, and score."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import Head
 from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import SCORERS, models_of
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.rollout.lengths import Lengths
-from verl_megatron.planner.search import Search, configured, search, seconds_of
+from verl_megatron.planner.search import Search, Settings, configured, search, seconds_of, smallest_tp
 
 PARTS = 16  # of many GPUs, one of which is the smallest step between two splits
+MOST_SCORING = 1 / 4  # of the GPUs
+WEIGHTS_SHARE = 0.6  # of a GPU, at most, for the weights of a frozen model that shares it with no training
 
 
 def search_splits(
@@ -26,7 +30,8 @@ def search_splits(
     The rollout's ranks are the last ones. Splits with training ranks that no layout divides are left out.
 
     Args:
-        base: settings that all candidates share, `async.max_staleness` among them.
+        base: settings that all candidates share, `async.max_staleness` among them. Frozen models with devices
+            get a scoring world, of the ranks before the rollout's.
         read: returns the architecture of a model path.
         lengths: of the responses; None: all are as long as allowed.
 
@@ -34,11 +39,22 @@ def search_splits(
         ValueError: a model that cannot be read, or settings with which no layout is valid.
     """
     result, reason = Search(), None
-    for training in training_sizes(world_size):
-        placed = {
-            "rollout.devices": f"{training}-{world_size - 1}",
+    frozen = [name for name in SCORERS if getattr(base, name).devices]
+    shared = replace(base, **{name: replace(getattr(base, name), devices="") for name in frozen})
+    paths: dict[str, tuple[str, Head]] = {
+        spec.name: (spec.model.path, spec.head) for spec in models_of(shared)
+    }
+    for training, scoring in _splits(world_size, scores=bool(frozen)):
+        placed: Settings = {
+            "rollout.devices": _devices(training + scoring, world_size),
             "async.max_staleness": base.async_.max_staleness,
         }
+        for name in frozen:
+            path, head = paths[name]
+            sizes = [size for size in range(1, ranks_per_host + 1) if scoring % size == 0]
+            tp = smallest_tp(read(path), head, sizes, base, machine, share=WEIGHTS_SHARE / len(frozen))
+            placed[f"{name}.devices"] = _devices(training, training + scoring)
+            placed[f"{name}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
         try:
             found = search(
                 configured(base, placed),
@@ -57,6 +73,19 @@ def search_splits(
         raise reason
     result.fitting.sort(key=seconds_of)
     return result
+
+
+def _devices(first: int, stop: int) -> str:
+    return f"{first}-{stop - 1}" if stop > first + 1 else f"{first}"
+
+
+def _splits(world_size: int, *, scores: bool) -> Iterator[tuple[int, int]]:
+    """Yield how many of `world_size` GPUs train and how many score; some are left to generate."""
+    sizes = [2**power for power in range(world_size.bit_length()) if 2**power <= MOST_SCORING * world_size]
+    for scoring in (sizes or [1]) if scores else [0]:
+        for training in training_sizes(world_size):
+            if training + scoring < world_size:
+                yield training, scoring
 
 
 def training_sizes(world_size: int) -> range:

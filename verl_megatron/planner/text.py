@@ -138,12 +138,10 @@ def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[s
 
 
 def waiting(time: TimePlan) -> str:
-    """Format the share of an iteration for which each side waits for the other."""
-    shares = {
-        "training": 1 - time.training / time.iteration,
-        "rollout": 1 - time.seconds["rollout"] / time.iteration,
-    }
-    waits = [f"{side} waits {share:.0%}" for side, share in shares.items() if share >= 0.005]
+    """Format the share of an iteration for which each world waits for the others."""
+    worlds = {"training": time.training, "rollout": time.seconds["rollout"]} | time.scoring
+    shares = {name: 1 - seconds / time.iteration for name, seconds in worlds.items()}
+    waits = [f"{name} waits {share:.0%}" for name, share in shares.items() if share >= 0.005]
     return ", ".join(waits) or "neither waits"
 
 
@@ -188,14 +186,15 @@ def _best_lines(shown: Sequence[Candidate], machine: Machine) -> list[str]:
         f"{'':>3} {'actor layout':<18}{'rollout':<11}"
         + _cells(phases, 14)
         + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}"
-        + f"{'GPUs':<9}{'who waits':<40}" * separate
+        + f"{'GPUs':<12}{'who waits':<40}" * separate
         + "also set",
         *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
         "",
         MFU_MEANING,
     ]
     if separate:
-        lines.append("GPUs: those that train + those that generate; MFU counts both")
+        scoring = " + those that score" * bool(first.run.scoring)
+        lines.append(f"GPUs: those that train{scoring} + those that generate; MFU counts all of them")
     if any(
         machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
         for candidate in shown
@@ -263,6 +262,13 @@ def comparison_lines(compared: list[Compared]) -> list[str]:
     ]
 
 
+def _gpus(run: PlannedRun) -> str:
+    """Format the GPUs of each kind of world: those that train, score and generate."""
+    scoring = sum(len(planned.world.ranks) for planned in run.scoring)
+    sizes = [run.world_size, scoring, run.gpus - run.world_size - scoring]
+    return "+".join(str(size) for size in sizes if size)
+
+
 def _row(candidate: Candidate, phases: list[str]) -> str:
     run, time, peak = candidate.run, candidate.seconds, candidate.memory.peak
     rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
@@ -276,7 +282,7 @@ def _row(candidate: Candidate, phases: list[str]) -> str:
     return (
         f"{run.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
         f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}"
-        + f"{f'{run.world_size}+{run.gpus - run.world_size}':<9}{waiting(time):<40}" * is_separate(run.config)
+        + f"{_gpus(run):<12}{waiting(time):<40}" * is_separate(run.config)
         + rest
     )
 
