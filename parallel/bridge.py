@@ -41,6 +41,7 @@ TRY_S = 2.0  # for one connection to the store, which may not be served yet
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
 
 
+ROOT = "bridge/"  # before all keys
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
 STARTED, GONE = "started", "gone"  # before a bridge's number: which start has joined; why it was given up
 
@@ -98,7 +99,7 @@ def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] =
     host, port = given_address()
     if serves and own.is_first:
         stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
-    return SealedStore(_connected(host, port, wait), os.environ[TOKEN], "bridge/")
+    return SealedStore(_connected(host, port, wait), os.environ[TOKEN], ROOT)
 
 
 def newest(store: SealedStore, name: str) -> int:

@@ -61,4 +61,7 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
         waited_s=metrics.get("async/rollout_wait_s"),
         made_s=metrics.get("async/generation_s"),
     )
+    if run.learner.remote:
+        waited_s = sum(metrics[f"async/{name}_wait_s"] for name in run.learner.remote)
+        costs["async/score_wait_fraction"] = 1e3 * waited_s / costs["train/step_time_ms"]
     return metrics | costs

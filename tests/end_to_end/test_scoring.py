@@ -48,7 +48,7 @@ def test_in_turns_it_is_the_run_on_one_rank(job, toy, tmp_path):
     assert numbers(tmp_path / "apart", but="async/") == numbers(tmp_path / "together")
     assert weights(tmp_path / "apart") == weights(tmp_path / "together")
     rows = read_metrics(tmp_path / "apart")[1:]
-    assert all(0 < row["async/score_wait_share"] < 1 and row["async/reward_s"] > 0 for row in rows)
+    assert all(0 < row["async/score_wait_fraction"] < 1 and row["async/reward_s"] > 0 for row in rows)
 
 
 def test_a_scoring_world_that_dies_is_started_again_and_the_numbers_stay(stale, job, toy, tmp_path):

@@ -188,6 +188,7 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
 def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_path, devices, rank):
     """All of the world is stopped, or one rank of two; the other world makes its samples."""
     stopped = (f"rollout.devices={devices}", "run.stall_timeout_s=5", "async.max_staleness=1")
+    stopped += ("run.validate_interval=0",)  # whose samples are not counted
     with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *stopped)) as worlds:
         wait_for(worlds, "step 1/4")
         os.kill(pid_of(worlds, "rollout:1", rank), signal.SIGSTOP)
@@ -213,6 +214,17 @@ def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it
     ended_of(tmp_path, *settings)
     expected, found = learned(together), learned(tmp_path / "run")
     assert [row["policy/loss"] for row in found[1:]] == [row["policy/loss"] for row in expected[1:]]
+
+
+def test_an_interrupt_ends_both_worlds_with_one_line(toy, tmp_path):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, "run.iterations=1000")
+    with started(tmp_path, *settings) as both:
+        wait_for(both, "step 1/1000")
+        os.killpg(both.process.pid, signal.SIGINT)  # as a terminal does
+        ended = both.wait(timeout_s=60)
+        assert ended.code == 130 and not both.leftovers(), ended.text
+    said = (ended.stdout + ended.stderr).splitlines()
+    assert sum(line.startswith("interrupted") for line in said) == 1 and "Traceback" not in ended.text
 
 
 def test_an_error_of_the_rollout_world_ends_the_run_with_one_message(toy, tmp_path):

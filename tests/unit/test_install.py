@@ -158,3 +158,21 @@ def test_what_is_no_environment_is_refused(place):
     )
     assert install(place, VERL_MEGATRON_VENV="/proc/nowhere/venv")[2].count("\n") == 1
     assert install(place, "find")[:2] == (1, "")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_uv_installs_where_it_is_there_and_pip_where_that_fails(place, works):
+    uv = place / "system/bin/uv"
+    uv.write_text(
+        "#!/usr/bin/env bash\n"
+        'echo "uv ${*:1:4}" >>"$CALLS.uv"\n'
+        f'{"true" if works else "exit 1"}; [[ $* != *-e* ]] || touch "$(dirname "$4")/../complete"\n'
+    )
+    uv.chmod(0o755)
+    before = place / "clone/.venv/bin/python"
+    code, said, errors = install(place)
+    assert (code, said) == (0, str(before)), errors
+    asked = (place / "calls.uv").read_text().splitlines()
+    assert set(asked) == {f"uv pip install --python {before}"}
+    # Of pip: torch, which has an index of its own, and without uv the package as well.
+    assert calls(place) == (1 if works else 2)

@@ -58,7 +58,8 @@ class Fleet:
         self.random, self.deaths, self.version = random.Random(seed), deaths, 0
         self.shares, self.links = shares_of(self.worlds, 1), {0: Link(0), 1: Link(0)}
         self.has = {0: {0}, 1: {0}}  # versions that can be sent to a place again
-        self.num_lost = self.waits = 0
+        self.num_lost = self.num_ended = self.waits = 0
+        self.chores: list = []
 
     def published(self, version):
         self.version = version
@@ -99,6 +100,7 @@ class Fleet:
     def lose(self, place, reason):
         assert not self.links.pop(place).alive
         self.num_lost += 1
+        self.num_ended += 1
 
     def say_joined(self, place, text):
         pass

@@ -102,6 +102,7 @@ def test_settings_that_differ_are_shown_for_several_runs(tmp_path):
     for name, lr in (("one", 1e-6), ("two", 2e-6), ("damaged", None), ("none", 0)):
         folder = write_run(tmp_path / name, healthy_rows(3))
         settings = {"run": {"output_dir": name, "seed": 1}, "actor": {"lr": lr}}
+        settings |= {"critic": {"lr": 1e-5}} if name == "one" else {}  # another kind of run has none
         if lr != 0:
             (folder / "config.yaml").write_text(yaml.safe_dump(settings) if lr else "{: [")
     html = render([read_run(tmp_path / name) for name in ("one", "two", "damaged", "none")])

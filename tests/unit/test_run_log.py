@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from parallel.runtime import collector
+from parallel.runtime.run_log import RunLog
 from tests.processes import eventually
 from tests.worlds import ROOT
+from verl_megatron.lifecycle.base_trainer import node_of
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank (\d+): (.*)")
 HEAD = """
@@ -209,3 +211,11 @@ def test_ranks_of_another_host_have_a_file_of_their_own(tmp_path):
 def test_long_lines_are_cut_into_several(tmp_path):
     run("with RunLog('.', rank=0):\n    print('x' * 200_000, end='')", tmp_path)
     assert eventually(lambda: sum(len(text) for _, text in logged(tmp_path / "run.log")) == 200_000)
+
+
+def test_each_host_of_a_world_has_a_log_of_its_own(tmp_path, monkeypatch):
+    names = []
+    for node in range(2):
+        monkeypatch.setenv("GROUP_RANK", str(node))  # torchrun's, of the host among those of the world
+        names.append(RunLog(tmp_path, rank=3, node=node_of(3)).path.name)
+    assert names == ["run.log", "run.node1.log"]

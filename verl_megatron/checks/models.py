@@ -21,12 +21,21 @@ class CheckedModel:
 
 
 def check_model(
-    name: str, model: ModelConfig | RewardConfig | TeacherConfig, engine: EngineConfig, *, world_size: int
+    name: str,
+    model: ModelConfig | RewardConfig | TeacherConfig,
+    engine: EngineConfig,
+    *,
+    world_size: int,
+    is_apart: bool = False,
 ) -> CheckedModel:
-    """Check the section `name`: its layout on `world_size` ranks, and its folder if it has a path."""
+    """Check the section `name`: its layout on `world_size` ranks, and its folder if it has a path.
+
+    Args:
+        is_apart: the ranks are those of a world of its own, which its devices name.
+    """
     found = CheckedModel()
     try:
-        found.layout = layout_of(model, world_size)
+        found.layout = layout_of(replace(model, devices="") if is_apart else model, world_size)
     except ValueError as error:
         devices = f"{name}.devices={short_repr(model.devices)}, " if model.devices else ""
         found.problems.append(
@@ -67,12 +76,14 @@ def scorer_problems(config: TrainerConfig, world_size: int) -> list[str]:
                 "is empty; set it, or leave the devices empty"
             )
         elif section.path:
-            here = replace(section, devices="") if name in sizes else section
-            found = check_model(name, here, config.engine, world_size=sizes.get(name, world_size))
-            problems += found.problems
+            size = sizes.get(name, world_size)
+            problems += check_model(
+                name, section, config.engine, world_size=size, is_apart=name in sizes
+            ).problems
     if "reference" in sizes:
-        model = ModelConfig(path=config.actor.path, layout=config.reference.layout)
-        found = check_model("reference", model, config.engine, world_size=sizes["reference"])
+        own, size = config.reference, sizes["reference"]
+        model = ModelConfig(path=config.actor.path, layout=own.layout, devices=own.devices)
+        found = check_model("reference", model, config.engine, world_size=size, is_apart=True)
         problems += [problem for problem in found.problems if not problem.startswith("reference.path")]
     return problems
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.bridge import GONE, STARTED, newest
+from parallel.bridge import GONE, ROOT, STARTED, newest
 from parallel.sealed_store import SealedStore
 
 TRY_S = 1.0  # for an answer of the training world, which may be starting or ending
@@ -47,7 +47,7 @@ class Lookout:
             if self._store is None:
                 socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
                 client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
-                self._store = SealedStore(client, self._token, "bridge/")
+                self._store = SealedStore(client, self._token, ROOT)
             number, part = newest(self._store, name), self._store.part(name)
             if not number or part.get(f"{STARTED}/{number}") != str(start).encode():
                 return Seen()

@@ -298,7 +298,8 @@ class _Supervisor:
         """End this host's worlds after the run; host 0, which serves the board, leaves last."""
         begin = time.monotonic()
         for world in self._worlds:
-            within_s = ENDING_S if world.has_joined and not status else LAST_WORDS_S
+            ends_by_itself = world.has_joined and not world.given_up_at and not status
+            within_s = ENDING_S if ends_by_itself else LAST_WORDS_S
             is_over = status and not world.part.trains
             world.end(within_s=0 if is_over else max(0.0, begin + within_s - time.monotonic()))
         end = time.monotonic() + LEAVING_S

@@ -99,14 +99,15 @@ def _whole(value: Any) -> int | None:
 def settings_apart(folders: Sequence[Path | None]) -> list[tuple[str, list[str]]]:
     """Return each setting in which the runs of these folders differ, with its value in each of them.
 
-    Folders without a readable `config.yaml` have empty cells. What must differ is left out.
+    Runs without the setting, or without a readable `config.yaml`, have empty cells. What must differ is left
+    out.
     """
     found = [settings_of(folder) if folder else {} for folder in folders]
     known = [settings for settings in found if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name != "run.output_dir")
     apart = []
     for name in names:
-        if len({settings.get(name) for settings in known}) > 1:
+        if len({settings[name] for settings in known if name in settings}) > 1:
             apart.append((name, [settings.get(name, "") for settings in found]))
     return apart
 
