@@ -10,10 +10,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,7 +52,8 @@ from verl_megatron.planner import (
     search_splits,
     search_text,
 )
-from verl_megatron.planner.search import CHOSEN, Candidate, Search
+from verl_megatron.planner.as_json import as_json
+from verl_megatron.planner.search import CHOSEN
 
 HOST_RANKS = 8
 SCORING = tuple(f"{name}.devices" for name in SCORERS)
@@ -94,6 +95,35 @@ def _check_model(option: str, name: str) -> None:
         raise ValueError(f"{option}: {error}") from None
 
 
+def _placed(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the settings of --separate and --apart, with devices that the search replaces.
+
+    Raises:
+        ValueError: --apart is alone, or there are too few GPUs.
+    """
+    if given.apart and not given.separate:
+        raise ValueError("--apart is for a search with --separate; give both, or SECTION.devices=RANKS")
+    if not given.separate:
+        return {}
+    fewest = 2 + bool(given.apart)
+    if given.gpus < fewest:
+        raise ValueError(
+            "--separate needs a GPU to train and one to generate, and --apart one to score; "
+            f"raise --gpus to {fewest} or more"
+        )
+    rollout, scoring = {"devices": str(given.gpus - 1)}, {"devices": str(given.gpus - 2)}
+    return {"rollout": rollout, "async": {"max_staleness": 1}} | dict.fromkeys(given.apart, scoring)
+
+
+def _check_apart(config: TrainerConfig, names: Sequence[str]) -> None:
+    """Raise ValueError if --apart names a model that the run does not have."""
+    for name in names:
+        setting, remedy = GIVEN_BY[name]
+        section, _, attribute = setting.partition(".")
+        if not (value := getattr(getattr(config, section), attribute)):
+            raise ValueError(f"--apart {name}: {setting}={value!r} gives the run no {name}; {remedy}")
+
+
 def base_config(given: argparse.Namespace) -> TrainerConfig:
     """Return the settings that all candidates share.
 
@@ -123,20 +153,8 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
         },
     }
-    if given.apart and not given.separate:
-        raise ValueError("--apart is for a search with --separate; give both, or SECTION.devices=RANKS")
-    if given.separate:
-        if given.gpus < 2 + bool(given.apart):
-            raise ValueError(
-                "--separate needs a GPU to train and one to generate, and --apart one to score; "
-                f"raise --gpus to {2 + bool(given.apart)} or more"
-            )
-        # The search replaces these.
-        settings["rollout"]["devices"] = str(given.gpus - 1)
-        settings |= {name: {"devices": str(given.gpus - 2)} for name in given.apart}
-        settings["async"] = {"max_staleness": 1}
     try:
-        overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
+        overrides = OmegaConf.merge(settings, _placed(given), OmegaConf.from_dotlist(given.settings))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(
             f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE"
@@ -152,11 +170,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         )
     config = structured(cast(DictConfig, overrides), TrainerConfig)
     refuse(check_values(config))  # before the models are opened
-    for name in given.apart:
-        setting, remedy = GIVEN_BY[name]
-        section, _, attribute = setting.partition(".")
-        if not (value := getattr(getattr(config, section), attribute)):
-            raise ValueError(f"--apart {name}: {setting}={value!r} gives the run no {name}; {remedy}")
+    _check_apart(config, given.apart)
     for option, model in (
         ("--model", config.actor.path),
         ("--critic", config.critic.path),
@@ -244,38 +258,6 @@ def compared(run: PlannedRun, machine: Machine, folder: Path) -> str:
     return "\n".join(
         comparison_lines(compare(memory, plan_seconds(run, machine, memory), read_metrics(folder)))
     )
-
-
-def as_json(result: Search, machine: Machine) -> dict:
-    """Return all candidates that fit, and the reasons against the others; bytes and seconds."""
-    causes = {}
-    for cause, group in result.refused_by_cause().items():
-        causes[cause] = {
-            "candidates": len(group),
-            "nearest": {"settings": group[0].settings, "problem": asdict(group[0].problems[0])},
-        }
-    return {
-        "machine": asdict(machine),
-        "fitting": [_candidate(candidate) for candidate in result.fitting],
-        "refused": causes,
-    }
-
-
-def _candidate(candidate: Candidate) -> dict:
-    memory, time = candidate.memory, candidate.seconds
-    return {
-        "settings": candidate.settings,
-        "line": candidate.line,
-        "iteration_seconds": time.iteration,
-        "seconds": time.seconds,
-        "model_flops": time.flops,
-        "mfu": time.mfu(),
-        "peak_bytes": memory.peak_bytes,
-        "fullest_phase": memory.peak.fullest,
-        "host_bytes": memory.host_bytes,
-        "kv_cache_bytes": memory.kv_cache_bytes,
-        "memory": [{"ranks": kind.ranks, "phases": kind.phases} for kind in memory.kinds],
-    }
 
 
 def parser() -> argparse.ArgumentParser:

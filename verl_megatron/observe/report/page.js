@@ -158,7 +158,7 @@
         }));
         const said = waits ? (isOnlyWaiting ? "waits:" : "waits after") : "";
         found.push({
-          type: "bar", orientation: "h", y, x, base, text, textposition: "none", name: title, legendgroup: name, showlegend: isOnlyWaiting || !waits,
+          type: "bar", orientation: "h", width: 0.75, y, x, base, text, textposition: "none", name: title, legendgroup: name, showlegend: isOnlyWaiting || !waits,
           marker: waits ? {color: "rgba(0,0,0,0)", pattern: {shape: "/", fgcolor: colour, size: 6}} : {color: colour},
           hovertemplate: `%{text} ${said} ${title}: %{x:.3~g} s<extra></extra>`,
         });
