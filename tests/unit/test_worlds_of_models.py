@@ -67,7 +67,10 @@ def test_models_are_where_their_devices_are():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"reference.devices": "2-4", "reference.layout": "tp2"}, "reference.layout='tp2', reference.dev"),
+        (
+            {"reference.devices": "2-4", "reference.layout": "tp2"},
+            "reference.layout='tp2', reference.devices='2-4', 3 ranks",
+        ),
         ({"actor.devices": "0-1", "reward.devices": "2"}, "reward.path is empty"),
         ({"algorithm.kl_coef": 0.0, "reference.devices": "2"}, "reference.devices=2 has no effect with"),
         ({"reference.layout": "tp2"}, "reference.layout=tp2 has no effect without reference.devices"),
