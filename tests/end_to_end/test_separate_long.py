@@ -124,7 +124,7 @@ def tuned(toy, tmp_path_factory) -> Path:
 
 
 def test_what_stale_samples_teach(toy, tuned, tmp_path):
-    """Three seeds of the quickstart's job: after its 18 iterations staleness 1 is within the spread, 4 behind."""
+    """Three seeds of the toy job: after 18 iterations staleness 1 is within the spread, 4 is behind."""
     found: dict[int, list[float]] = {}
     for staleness in (0, 1, 4):
         for seed in SEEDS:
