@@ -148,7 +148,7 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
 
 def scoring_seconds(run: PlannedRun, machine: Machine) -> dict[str, float]:
     """Return the seconds in which each scoring world passes over an iteration's samples, by its name."""
-    found = {}
+    found: dict[str, float] = {}
     for planned in run.scoring:
         passes = (machine.phase_s + infer_seconds(run, machine, [role]) for role in planned.roles)
         found[planned.world.name] = sum(passes)
