@@ -239,7 +239,7 @@ def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):
     assert [
         (str(size.run.actor.layout), size.run.replicas, size.run.samples, size.run.packed_tokens)
         for size in sizes
-    ] == [("tp1", 1, 64, 1023), ("tp2dp2sp", 2, 256, 1023)]
+    ] == [("tp1", 1, 64, 575), ("tp2dp2sp", 2, 256, 575)], "8 samples share their prompt"
     assert (
         sizes[0].run.actor.arch == architecture("llama3-8b")
         and Recipe.find("llama3_8b_grpo").path.suffix == ".sh"

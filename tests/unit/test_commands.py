@@ -122,6 +122,7 @@ REFUSED = [
     ),
     (["generate", "none", "none.jsonl", "--out", "n" * 300], "n cannot be written"),
     (["generate", "none", "none.jsonl", "--out="], "--out . cannot be written"),
+    (["generate"], "error: the following arguments are required: MODEL, PROMPTS, --out (--help"),
     (["generate", "none"], "error: the following arguments are required: --out (--help"),
     (["evaluate", "none"], "error: the following arguments are required: PROMPTS (--help"),
     (["train", "--ranks="], "--ranks '' must be a whole number"),

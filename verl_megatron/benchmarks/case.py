@@ -32,7 +32,7 @@ from parallel.weights.shard import Block, ShardedParameter
 
 # Letters: R rows, C columns.
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 LEVELS = 2**14  # number of quantiles that small weights are drawn from
 _PIECE = 2**24  # elements computed at a time in int64
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -73,6 +73,23 @@ class ReshardCase:
         return (
             f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> "
             f"{self.rollout}"
+        )
+
+
+def check_room(arch: Architecture, layout: Layout, *, bytes_per_parameter: int) -> None:
+    """Check that a rank's part of a model fits, on a CPU, where a rank that takes too much is killed.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if device.is_gpu():
+        return
+    parameters = sum(prod(each.shape) for each in megatron_parameters(arch, layout, 0, spec="local"))
+    needed, free = bytes_per_parameter * parameters, device.free_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"the first rank's part of the model takes at least {needed / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} are free for a rank; name a smaller model with --hf, or fewer --layers"
         )
 
 

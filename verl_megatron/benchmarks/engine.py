@@ -36,7 +36,7 @@ from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.algorithms.objectives import clip
 from verl_megatron.algorithms.tokens import PolicyTokens
-from verl_megatron.benchmarks.case import say
+from verl_megatron.benchmarks.case import check_room, say
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
@@ -309,6 +309,8 @@ def read_case(
         else Architecture.from_hf(shape(options.shape, layers=options.layers))
     )
     layout = Layout.parse(options.layout, tuple(range(world_size)))
+    # float32: weights, and to train gradients and Adam's two moments
+    check_room(arch, layout, bytes_per_parameter=4 if options.no_train else 16)
     return settings, arch, layout, planned_run(options, arch, layout, settings)
 
 

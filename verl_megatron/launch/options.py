@@ -48,8 +48,13 @@ class Options(argparse.ArgumentParser):
         self.epilog = "\n".join(["examples:", *lines]) if lines else self.epilog
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but refuse options given twice, and `--option=--`, an empty list there."""
+        """Parse as argparse does, but refuse options given twice, and `--option=--`, an empty list there.
+
+        Without any arguments all that are required are named at once.
+        """
         words = [text for text in args or () if isinstance(text, str)]
+        if args is not None and not words and (needed := self._needed()):
+            self.error(f"the following arguments are required: {', '.join(needed)}")
         if empty := [text for text in words if text.startswith("-") and text.endswith("=--")]:
             self.error(f"argument {empty[0][:-3]}: expected one argument")
         if name := given_twice(self, words):
@@ -65,6 +70,11 @@ class Options(argparse.ArgumentParser):
                 raise
             said = f"{short_repr(arg_string)} is not accepted; write {kind}"
             raise argparse.ArgumentError(action, said) from None
+
+    def _needed(self) -> list[str]:
+        """Return the names of the arguments without which there is nothing to do."""
+        needed = [action for action in self._actions if action.required and action.nargs != "*"]
+        return [str((action.option_strings or [action.metavar or action.dest])[0]) for action in needed]
 
     def option_names(self) -> list[str]:
         """Return the options of this parser, and of its subcommands."""

@@ -33,7 +33,15 @@ from parallel.rank_set import world
 from parallel.reshard.plan import Plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import shape
-from verl_megatron.benchmarks.case import MIB, ReshardCase, add_model, holds_the_weights, say, trained_weights
+from verl_megatron.benchmarks.case import (
+    MIB,
+    ReshardCase,
+    add_model,
+    check_room,
+    holds_the_weights,
+    say,
+    trained_weights,
+)
 from verl_megatron.benchmarks.output import write_csv
 from verl_megatron.benchmarks.reshard.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
 from verl_megatron.benchmarks.reshard.gather_everything import GatherEverything
@@ -222,6 +230,7 @@ def read_options() -> tuple[argparse.Namespace, ReshardCase]:
                 f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so "
                 f"write tp{rollout.tp}"
             )
+        check_room(arch, train, bytes_per_parameter=4)  # bfloat16, on both sides
         if options.rank_order == "auto":
             train, rollout = place(
                 arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))

@@ -27,7 +27,7 @@ from parallel.placement import described, place
 from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
-from verl_megatron.benchmarks.case import add_model, model_folder, say
+from verl_megatron.benchmarks.case import add_model, check_room, model_folder, say
 from verl_megatron.benchmarks.output import write_csv
 from verl_megatron.benchmarks.weight_sync.measures import Clock, Memory, Row, table
 from verl_megatron.benchmarks.weight_sync.models import PROMPT_TOKENS, SyncCase, SyncedModels
@@ -184,6 +184,7 @@ def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
         Layout.parse(options.train, ranks=ranks),
         Layout.parse(f"tp{options.rollout}", ranks=ranks),
     )
+    check_room(arch, train, bytes_per_parameter=16 if options.optimizer else 4)
     if PROMPT_TOKENS + options.tokens > arch.max_positions:
         raise ValueError(
             f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's "
