@@ -12,11 +12,11 @@ numbers them.
 On the bridge, ranks are numbered from 0: first those of the training world, then those of the other world.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,12 +37,14 @@ START = "VERL_MEGATRON_START"  # and, of a world that is started again after a f
 POLL_S = 0.002  # between two looks at the store
 JOIN_S = 600.0  # until the other world has started, or started again
 CONNECT_S = 60.0  # until all ranks, which have all started, are connected
+LEAVE_S = 10.0  # until ranks that have been told to end have done so
 TRY_S = 2.0  # for one connection to the store, which may not be served yet
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
 
 
 ROOT = "bridge/"  # before all keys
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
+LEFT = "left"  # before a rank that serves: it has ended well
 STARTED, GONE = "started", "gone"  # before a bridge's number: which start has joined; why it was given up
 
 
@@ -236,6 +238,23 @@ class Bridge:
             group._get_backend(device.device()).abort()
         self._groups.clear()
 
+    def leave(self) -> None:
+        """Say that this rank, whose world serves, has ended well and looks at the store no more."""
+        for pulse in self._pulses:
+            pulse.stop()
+        with contextlib.suppress(BridgeLostError):  # training has not waited for it
+            self.put(f"{LEFT}/{self.rank}", "")
+
+    def await_leaving(self) -> None:
+        """Wait until all ranks that serve have left, a few seconds at most: the store ends with training.
+
+        Raises:
+            BridgeLostError: the other world has ended by a fault.
+        """
+        end = time.monotonic() + LEAVE_S
+        while time.monotonic() < end and not all(self.has(f"{LEFT}/{rank}") for rank in self.serving_ranks):
+            self.pause()
+
     # ---- values in the store
 
     def put(self, key: str, value: bytes | str) -> None:
@@ -307,7 +326,7 @@ class Bridge:
             self.store.drop(key)
 
 
-@contextmanager
+@contextlib.contextmanager
 def losing(what: str) -> Iterator[None]:
     """Turn errors of torch.distributed into a `BridgeLostError`."""
     try:

@@ -27,7 +27,8 @@ class Pulse:
     def __init__(self, store: SealedStore, rank: int):
         self._store, self._key = store.clone(), _key(rank)  # a waiting call blocks a client for other threads
         self._ends = threading.Event()
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended
@@ -36,8 +37,9 @@ class Pulse:
                 self._ends.wait(INTERVAL_S)
 
     def stop(self) -> None:
-        """Stop counting."""
+        """Stop counting; a count that is under way is waited for a moment."""
         self._ends.set()
+        self._thread.join(INTERVAL_S)
 
 
 class Listener:

@@ -111,7 +111,7 @@ def check_refusals(actor):
             actor.generate([*REQUESTS[:2], Request(9, prompt, 0)], SAMPLING)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         actor.generate(REQUESTS[:1], Sampling(stop=("w5",)))
-    with pytest.raises(ValueError, match="rollout.tp=2 must divide the 1 ranks"):
+    with pytest.raises(ValueError, match="rollout.tp=2 must divide the number of ranks that generate, 1"):
         VLLMActor(folder / "a", 2)
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         VLLMActor(folder)

@@ -252,7 +252,7 @@ def test_each_world_on_a_host_of_its_own(nodes, tmp_path):
     text = run.output.read_text()
     assert f"{nodes.addresses[1]}: the rollout world ended with 137 and is started again" in text
     assert "rollout world 2 has joined" in text and "rollout world 3" not in text
-    assert text.splitlines()[-1].startswith(f"{nodes.addresses[0]}: validation accuracy")
+    assert text.splitlines()[-1].startswith(f"{nodes.addresses[0]}: validation accuracy"), text[-3000:]
     run.assert_nothing_left()
 
 

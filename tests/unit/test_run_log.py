@@ -43,9 +43,9 @@ def logged(path: Path) -> list[tuple[int, str]]:
 
 def test_all_that_is_printed_is_logged_and_the_console_is_as_before(tmp_path):
     body = """
-        print("before")
+        print("before", flush=True)
         {log}:
-            print("by python")
+            print("by python", flush=True)
             os.system("echo by a child")
             ctypes.CDLL(None).puts(b"by C"); ctypes.CDLL(None).fflush(None)
             print("\\x1b[31mred\\x1b[0m", file=sys.stderr)

@@ -66,4 +66,5 @@ class RolloutWorld(ServingRanks[Replica]):
             exchange.bridge.abandon()
             return False
         exchange.versions.close()
+        exchange.bridge.leave()
         return True

@@ -234,5 +234,6 @@ class RolloutLink:
                 self.bridge.check()  # a rank of it may be stopped
                 self.bridge.pause()
             self._versions.close()
+            self.bridge.await_leaving()
         except (BridgeLostError, RuntimeError):
             pass  # it has ended, which is what is wanted

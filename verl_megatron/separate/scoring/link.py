@@ -169,5 +169,6 @@ class ScoringLink:
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
+            self.bridge.await_leaving()
         except BridgeLostError:
             pass  # it has ended, which is what is wanted

@@ -53,6 +53,7 @@ class ScoringWorld(ServingRanks[dict[str, Role]]):
         try:
             self.activity.answers(bridge)
             ScoringServer(self.world, parts, bridge, beat=self._beat, activity=self.activity).serve()
+            bridge.leave()
         except BridgeLostError as error:
             self._say_lost(error)
             bridge.abandon()
