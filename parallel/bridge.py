@@ -208,6 +208,7 @@ class Bridge:
         Raises:
             BridgeLostError: the ranks did not connect.
         """
+        self._meet(name)
         store = self.store.unsealed(f"group/{name}")
         store.set_timeout(timedelta(seconds=CONNECT_S))
         group = dist.ProcessGroup(store, self.rank, self.size)
@@ -215,6 +216,15 @@ class Bridge:
             self._connect(group, store)
         self._groups.append(group)
         return group
+
+    def _meet(self, name: str) -> None:
+        """Wait until all ranks are here: unlike what follows, a rank that does not come may be waited for."""
+        self.put(f"met/{name}/{self.rank}", "")
+        for rank in self.ranks:
+            try:
+                self.value(f"met/{name}/{rank}", within_s=CONNECT_S)
+            except TimeoutError as error:
+                raise BridgeLostError(f"the {self.name} world did not connect ({error})") from None
 
     def _connect(self, group: dist.ProcessGroup, store: dist.Store) -> None:
         kinds = dist.ProcessGroup.BackendType

@@ -101,7 +101,7 @@ BAD_SETTINGS = {
         ["actor.layout=pp4", "actor.stage_layers=[1,1,1,2]"],
         ["actor", "4 layers", "stage_layers"],
     ),
-    "rollout": (4, ["rollout.tp=3"], ["rollout.tp=3", "4 ranks", "choose"]),
+    "rollout": (4, ["rollout.tp=3"], ["rollout.tp=3", "generate, 4", "choose"]),
     "mini-batches": (1, ["algorithm.num_mini_batches=3"], ["algorithm.num_mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),

@@ -64,6 +64,16 @@ def test_keys_can_be_named_and_the_answer_left_out(tmp_path):
     assert (prompt.text, prompt.answer, prompt.extra) == ("a", None, {"prompt": "b"})
 
 
+def test_of_several_wrong_rows_the_first_is_named(tmp_path):
+    """However far they are apart: rows are tokenized in chunks, of which several are under way."""
+    path = tmp_path / "train.jsonl"
+    for wrong in ([3, 4], [0, 512, 1024, 1536], [700, 1400], [1999]):
+        prompts = ["a b c d e" if row in wrong else "a" for row in range(2000)]
+        path.write_text("".join(json.dumps({"prompt": prompt, "answer": "a"}) + "\n" for prompt in prompts))
+        with pytest.raises(ValueError, match=rf"train.jsonl, line {wrong[0] + 1}: "):
+            PromptDataset(str(path), TOKENIZER, DataConfig(train=str(path), max_prompt_tokens=2))
+
+
 def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (3, 9, 4, 12)])
     with pytest.raises(

@@ -162,7 +162,7 @@ class RowReader(Sequence):
                     read += len(chunk)
                     begun.append(self._start(chunk, thread))
                     if len(begun) > AHEAD:
-                        self._finish(file, *begun.popleft())
+                        self._finish_first(file, begun)
             except ValueError:  # what is wrong with a row comes before what is wrong with later ones
                 self._finish_all(file, begun)
                 raise
@@ -193,9 +193,14 @@ class RowReader(Sequence):
             except ValueError as error:
                 raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
 
+    def _finish_first(self, file: DataFile, begun: Begun) -> None:
+        """Add the rows of the first chunk; if one of them is wrong, it stays the first."""
+        self._finish(file, *begun[0])
+        begun.popleft()
+
     def _finish_all(self, file: DataFile, begun: Begun) -> None:
         while begun:
-            self._finish(file, *begun.popleft())
+            self._finish_first(file, begun)
 
     def place(self, index: int) -> str:
         """Return file and row of an item, such as "train.jsonl, line 3"."""
