@@ -101,7 +101,7 @@ def world():
     before = engines.process_state()
     actor = engines.actor_of("a", 2, colocation=Colocation(shared_weights={}))
     assert engines.process_state() == before
-    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 4 ranks"):
+    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the number of ranks that generate, 4"):
         VLLMActor(engines.folder / "a", 3)
     source = engines.actor_of("a", 2)
     engines.write_all(actor, source)

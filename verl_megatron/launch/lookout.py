@@ -21,7 +21,9 @@ class Seen:
 
 
 class Lookout:
-    """A connection to the store that the training world serves, while it does.
+    """Looks into the store that the training world serves, while it does.
+
+    Each look has a connection of its own: torch prints a stack when the store of an older one has ended.
 
     Args:
         address: HOST:PORT of the store.
@@ -31,7 +33,6 @@ class Lookout:
     def __init__(self, address: str, token: str):
         host, _, port = address.rpartition(":")
         self._place, self._token = (host, int(port)), token
-        self._store: SealedStore | None = None
 
     def look(self, name: str, start: int) -> Seen:
         """Return what the store says of a start of a world."""
@@ -44,16 +45,14 @@ class Lookout:
     def _ask(self, name: str, start: int, reason: str) -> Seen:
         """Return what is known of a start of a world; with a reason, it is given up."""
         try:
-            if self._store is None:
-                socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
-                client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
-                self._store = SealedStore(client, self._token, ROOT)
-            number, part = newest(self._store, name), self._store.part(name)
+            socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
+            client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
+            store = SealedStore(client, self._token, ROOT)
+            number, part = newest(store, name), store.part(name)
             if not number or part.get(f"{STARTED}/{number}") != str(start).encode():
                 return Seen()
             if reason:
                 part.put(f"{GONE}/{number}", reason)
             return Seen(has_joined=True, was_given_up=part.get(f"{GONE}/{number}") is not None)
         except (OSError, RuntimeError):  # the store is not served yet, or no longer
-            self._store = None
             return Seen()
