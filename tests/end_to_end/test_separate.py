@@ -188,9 +188,9 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
 def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_path, devices, rank):
     """All of the world is stopped, or one rank of two; the other world makes its samples."""
     stopped = (f"rollout.devices={devices}", "run.stall_timeout_s=5", "async.max_staleness=1")
-    stopped += ("run.validate_interval=0",)  # whose samples are not counted
+    stopped += ("run.validate_interval=0", "run.iterations=8")  # validation's samples are not counted
     with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *stopped)) as worlds:
-        wait_for(worlds, "step 1/4")
+        wait_for(worlds, "step 4/8")  # both have joined
         os.kill(pid_of(worlds, "rollout:1", rank), signal.SIGSTOP)
         ended = worlds.wait(timeout_s=120)
         assert not ended.code and not worlds.leftovers(), ended.text
@@ -200,7 +200,7 @@ def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_pa
     assert "resuming" not in ended.text
     assert_balanced(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
-    assert sum(row["async/dealt_again"] for row in rows) > 0 and len(rows) == 4
+    assert sum(row["async/dealt_again"] for row in rows) > 0 and len(rows) == 8
 
 
 def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it(together, toy, tmp_path):
