@@ -71,6 +71,7 @@ class Parcels:
     def __init__(self, bridge: Bridge, name: str):
         self._bridge, self._name, self._group = bridge, name, bridge.group(name)
         self._receiver = ThreadPoolExecutor(1, name)
+        self.received_s = 0.0  # in which objects that had been announced were on their way to this rank
 
     def send(self, value: Any, *, to: int, label: str) -> None:
         """Send an object; returns when it has been received.
@@ -112,6 +113,7 @@ class Parcels:
         """
         key = self._key(label, source, self._bridge.rank)
         length = int(self._bridge.take(key))
+        begin = time.perf_counter()
         self._bridge.put(f"{key}/wanted", b"")
         payload: Tensor = torch.empty(length, dtype=torch.uint8)
         with losing("receiving samples"):
@@ -121,7 +123,9 @@ class Parcels:
                 self._bridge.check()
                 self._bridge.pause()
             received.result()
-        return pickle.loads(self._bridge.store.unseal(key, payload.numpy().tobytes()))
+        value = pickle.loads(self._bridge.store.unseal(key, payload.numpy().tobytes()))
+        self.received_s += time.perf_counter() - begin
+        return value
 
     def has_come(self, *, source: int, label: str) -> bool:
         """Whether `receive` need not wait for the sender; errors as of `receive`."""

@@ -61,6 +61,9 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
         waited_s=metrics.get("async/rollout_wait_s"),
         made_s=metrics.get("async/generation_s"),
     )
+    if "async/sample_transfer_s" in metrics:
+        share = 1e3 * metrics["async/sample_transfer_s"] / costs["train/step_time_ms"]
+        costs["async/sample_transfer_fraction"] = share
     if run.learner.remote:
         waited_s = sum(metrics[f"async/{name}_wait_s"] for name in run.learner.remote)
         costs["async/score_wait_fraction"] = 1e3 * waited_s / costs["train/step_time_ms"]

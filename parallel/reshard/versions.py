@@ -14,6 +14,7 @@ a report.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -104,7 +105,9 @@ class VersionedReshard:
         self.version = 0  # the version in the destination parameters
         self.transferred = 0  # the last version that left the snapshot or reached the back buffer
         self.report: ReshardReport | None = None  # of that transfer
-        self._published = 0
+        self.transfer_s = 0.0  # from `publish` until it had left; on source ranks
+        self.adopt_s = 0.0  # from the arrival of `version` until `adopt` returned; on destination ranks
+        self._published, self._published_at, self._arrived_at = 0, 0.0, 0.0
         # The thread and the caller share the fields below, under the lock of `_changed`.
         self._changed = threading.Condition()
         self._pending: int | None = None  # version in the snapshot, until it is transferred
@@ -149,6 +152,7 @@ class VersionedReshard:
             self._wait(lambda: self._pending is None)
             if self._ended:
                 raise RuntimeError(self._reason(f"version {version} is not published"))
+            self._published_at = time.perf_counter()
             _copy(self._snapshot, self._source if values is None else values)
             self._order_streams()
             self._published = version
@@ -188,6 +192,7 @@ class VersionedReshard:
             self._order_streams()
             machine.synchronize()  # the next reader may use another stream
             self.version, self._arrived = self._arrived, None
+            self.adopt_s = time.perf_counter() - self._arrived_at
             self._changed.notify_all()
             return self.version
 
@@ -284,7 +289,8 @@ class VersionedReshard:
         with self._changed:
             self.report, self.transferred = report, version
             self._pending = None
-            self._arrived = version if self._back else None
+            self._arrived, self._arrived_at = version if self._back else None, time.perf_counter()
+            self.transfer_s = self._arrived_at - self._published_at
             self._changed.notify_all()
 
     # ---- both sides --------------------------------------------------------------------------------

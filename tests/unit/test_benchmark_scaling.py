@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
@@ -24,7 +25,7 @@ from verl_megatron.benchmarks.scaling.rows import (
     measured_row,
 )
 from verl_megatron.benchmarks.scaling.runs import Recipe, architecture, environment
-from verl_megatron.examples import random_weights
+from verl_megatron.examples import random_weights, toy
 
 
 def test_planned_seconds_and_what_is_modelled_stand_in_every_output(tmp_path):
@@ -210,12 +211,22 @@ def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_
         f"{needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
     )
     assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
-    with pytest.raises(SystemExit):
-        random_weights.main([str(out), "--layers", "1", "--prompt-tokens", "0"])
-    assert "error: --prompt-tokens 0 must be from 1 to " in capsys.readouterr().err and not out.exists()
+    for wrong in ("0", "x", "9-8", "1-2-3"):
+        with pytest.raises(SystemExit):
+            random_weights.main([str(out), "--layers", "1", "--prompt-tokens", wrong])
+        assert f"error: --prompt-tokens '{wrong}' is no number" in capsys.readouterr().err
+    assert not out.exists()
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"1")
     random_weights.check_room(out, shape("llama3-8b"))  # an earlier call's file is written over
+
+
+def test_random_prompts_have_lengths_of_the_range(tmp_path):
+    toy.make_toy(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    random_weights.write_prompts(tmp_path / "prompts.jsonl", tokenizer, rows=40, lengths=range(5, 9), seed=1)
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").open()]
+    assert {len(tokenizer(prompt)["input_ids"]) for prompt in prompts} == {5, 6, 7, 8}
 
 
 def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):

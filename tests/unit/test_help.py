@@ -11,9 +11,16 @@ from verl_megatron.commands.convert import SUMMARIES
 from verl_megatron.launch import command_line, ranks
 from verl_megatron.launch.options import Options
 
-RUNS = ("train", "sft", "dpo", "reward-model", "benchmark offload")  # which read settings, by Hydra
+RUNS = (
+    "train",
+    "sft",
+    "dpo",
+    "reward-model",
+    "benchmark offload",
+    "benchmark batching",
+)  # which read settings, by Hydra
 OTHERS = [name for name in COMMANDS if name not in (*RUNS, "data")]
-KINDS = [f"benchmark {name}" for name in BENCHMARKS if name != "offload"]
+KINDS = [f"benchmark {name}" for name in BENCHMARKS if f"benchmark {name}" not in RUNS]
 ALL = [*RUNS, *OTHERS, *KINDS, "data check", *(f"convert {name}" for name in SUMMARIES)]
 
 

@@ -24,6 +24,8 @@ DRAW = Draw(num_prompts=P, samples_per_prompt=1, sampling=Sampling(max_tokens=4)
 class Link:
     """A rollout world: carries out its orders one after the other, while it is `alive`."""
 
+    transfer_s = received_s = 0.0
+
     def __init__(self, version: int):
         self.version, self.alive = version, True
         self.orders: list = []

@@ -38,6 +38,7 @@ class Link:
     """A rollout world: completes some of its groups between two questions, while it is `alive`."""
 
     num_replicas = 2
+    transfer_s = received_s = 0.0
 
     def __init__(self, fleet, random):
         self.fleet, self.random, self.alive, self.version = fleet, random, True, None

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "engine": Benchmark("forward passes and optimizer steps of one model, with MFU and memory", "engine"),
     "rollout": Benchmark("generation against a bare vLLM", "rollout"),
     "offload": Benchmark("whole iterations with and without reshard.offload", "offload"),
+    "batching": Benchmark("whole iterations with fitted and fixed sizes of micro-batches", "batching"),
     "calibrate": Benchmark(
         "this machine's rates, as a file for `verl-megatron plan --gpu FILE`", "calibrate"
     ),

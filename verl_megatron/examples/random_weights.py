@@ -1,12 +1,12 @@
 """Writes a model of a published shape with random weights, and prompts for it, to measure speed.
 
-python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
+python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 64-4096] [--rows 4096]
 
 Nothing is downloaded.
 
 OUT/model         config.json, bfloat16 weights in several safetensors files with their index, tokenizer of
                   the toy job
-OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
+OUT/train.jsonl   prompts of exactly --prompt-tokens tokens, or of equally frequent lengths in that range
 OUT/reward.py     `score`: share of vowels in the response, so that samples differ
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
@@ -80,8 +81,8 @@ def write_weights(folder: Path, *, seed: int) -> None:
     write_index(folder, {name: file for file, shapes in zip(names, files) for name in shapes}, total)
 
 
-def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:
-    """Write random words, cut so that each prompt has exactly `tokens` tokens."""
+def write_prompts(path: Path, tokenizer, *, rows: int, lengths: range, seed: int) -> None:
+    """Write random words, cut so that each prompt has exactly as many tokens as one of `lengths`."""
     rng, words = (
         random.Random(seed),
         [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()],
@@ -89,6 +90,7 @@ def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -
     with path.open("w") as file:
         for _ in range(rows):
             ids: list[int] = []
+            tokens = rng.choice(lengths) if len(lengths) > 1 else lengths[0]
             while len(ids) < tokens:
                 text = " ".join(rng.choice(words) for _ in range(tokens))
                 ids = tokenizer(text)["input_ids"][:tokens]
@@ -98,14 +100,33 @@ def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -
             file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
 
 
+def prompt_lengths(text: str) -> range:
+    """Return the lengths of `--prompt-tokens`: N, or A-B.
+
+    Raises:
+        ValueError: `text` is neither, or a length is unreasonable.
+    """
+    first, _, last = text.partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high <= MOST_TOKENS:
+        raise ValueError(
+            f"--prompt-tokens {short_repr(text)} is no number of tokens from 1 to {MOST_TOKENS:,}, and no "
+            "range of these; write 512 or 64-4096"
+        )
+    return range(low, high + 1)
+
+
 def make_random(given: argparse.Namespace) -> None:
     """Write the whole job to `given.out`.
 
     Raises:
         ValueError: unreasonable sizes, or not enough disk space; nothing is written.
     """
+    lengths = prompt_lengths(given.prompt_tokens)
     for option, value, low, high in (
-        ("--prompt-tokens", given.prompt_tokens, 1, MOST_TOKENS),
         ("--rows", given.rows, 1, MOST_ROWS),
         ("--layers", given.layers, 0, MOST_LAYERS),
     ):
@@ -117,9 +138,7 @@ def make_random(given: argparse.Namespace) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
     write_weights(folder, seed=given.seed)
-    write_prompts(
-        given.out / "train.jsonl", tokenizer, rows=given.rows, tokens=given.prompt_tokens, seed=given.seed
-    )
+    write_prompts(given.out / "train.jsonl", tokenizer, rows=given.rows, lengths=lengths, seed=given.seed)
     (given.out / "reward.py").write_text(REWARD)
 
 
@@ -130,7 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument(
+        "--prompt-tokens", default="512", help="of a prompt: N, or A-B for lengths in between"
+    )
     parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
     parser.add_argument("--seed", type=seed_of, default=1)
     given = parser.parse_args(arguments)

@@ -108,6 +108,16 @@ class RolloutLink:
         """Whether the last two versions that were sent are the same weights, as far as this rank knows."""
         return self._published is not None and self._published.is_unchanged
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds of the latest weight sync, from the end of the update until all slices had arrived."""
+        return self._versions.transfer_s
+
+    @property
+    def received_s(self) -> float:
+        """Seconds in which samples were on their way to this rank, since the bridge was made."""
+        return self._parcels.received_s
+
     # ---- weights -------------------------------------------------------------------------------------------
 
     @property

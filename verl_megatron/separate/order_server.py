@@ -92,6 +92,7 @@ class OrderServer:
         if trains and self._world.is_first:
             sums.add("async/rollout_wait_s", waited_s, 1)
             sums.add("async/generation_s", time.perf_counter() - begin, 1)
+            sums.max("async/weights_adopt_s", self._exchange.versions.adopt_s)
         samples = Samples(
             batch=batch.tensors(),
             rewards_B=rewards_B if self._replica.has_rewards else None,

@@ -90,6 +90,7 @@ class RemoteSampler(ABC):
         self._max_staleness, self._last = demand.max_staleness, demand.last
         self._newest = 0  # published version
         self._rates = Rates(self.world)
+        self._received_s = 0.0  # seconds of the links at the last collection
         self._counts = Counts()
         self._dealt_again = (
             0  # prompts whose samples a world that ended has not made, since the last collection
@@ -166,11 +167,21 @@ class RemoteSampler(ABC):
         sums.add("async/worlds_lost", self._fleet.num_ended, 1)
         self._dealt_again = self._fleet.num_ended = 0
         self._rates.review(sums)
+        self._add_transfers(sums)
         share = 1 / self.world.size  # the sums of all ranks
         counts = asdict(self._counts) | {"in_flight": self._in_flight()}
         sums.add("async/tokens_dropped", counts.pop("dropped_tokens"), share)
         for name, count in counts.items():
             sums.add(f"async/samples_{name}", count, share)
+
+    def _add_transfers(self, sums: Sums) -> None:
+        """Add how long weights and samples were on their way."""
+        links = self._fleet.links.values()
+        sums.max("async/weights_transfer_s", max((link.transfer_s for link in links), default=0.0))
+        received_s = sum(link.received_s for link in links)
+        # A world that was lost takes its seconds with it.
+        sums.max("async/sample_transfer_s", max(0.0, received_s - self._received_s))
+        self._received_s = received_s
 
     def _joined(self, joined: Sequence[int], since: float | None = None) -> Sequence[int]:
         """Say that worlds have joined; return their places.

@@ -96,6 +96,8 @@ class StreamServer:
             self._scoring += self._stream.step()
             self._gather_scored()
             self._replica.activity.enter("rollout" if self._stream.num_running else WAITING)
+            if self._replica.ranks.size == 1 and self._exchange.versions.ready():
+                return  # one rank need not ask others whether they have the weights, too
             if not self._stream.num_running:
                 begin = time.perf_counter()
                 time.sleep(POLL_S)
@@ -243,6 +245,7 @@ class StreamServer:
             return
         sums, now = Sums(), time.perf_counter()
         self._engine.admission.add_load(sums, is_first=self._engine.world.is_first)
+        sums.max("async/weights_adopt_s", self._exchange.versions.adopt_s)
         interrupted, aborted_tokens = self._stream.num_interrupted, self._stream.aborted_tokens
         self._stream.num_interrupted = self._stream.aborted_tokens = 0
         idle_s, busy_s = self._idle_s, now - self._since - self._idle_s

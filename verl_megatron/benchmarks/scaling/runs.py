@@ -325,7 +325,7 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     from verl_megatron.examples.random_weights import write_prompts  # imports safetensors
 
     tokenizer = load_tokenizer(model)
-    write_prompts(path, tokenizer.hf, rows=rows, tokens=tokens, seed=seed)
+    write_prompts(path, tokenizer.hf, rows=rows, lengths=range(tokens, tokens + 1), seed=seed)
     shortest = min(len(tokenizer.encode_prompt(row["prompt"])) for row in read_rows(path))
     if shortest < tokens - 2:
         raise ValueError(
