@@ -139,11 +139,12 @@ def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
         for one in generated
         for other in work
     ), "both work at once"
+    assert any(row["async/sample_transfer_s"] > 0 for row in rows)
     for row in rows:
         seconds = row["train/step_time_ms"] / 1e3
         assert row["async/training_wait_fraction"] == pytest.approx(row["time/rollout_s"] / seconds)
         assert row["async/weights_transfer_s"] > 0 and row["async/weights_adopt_s"] > 0
-        assert 0 < row["async/sample_transfer_fraction"] < 1
+        assert 0 <= row["async/sample_transfer_fraction"] < 1  # 0: they came with an earlier iteration's
         assert 0 <= row["async/rollout_wait_fraction"] < 1 and row["async/tokens_dropped"] == 0
         of_responses = 16 * row["rollout/response_tokens_mean"] / seconds / 2  # one training GPU, one rollout
         assert row["train/throughput_tokens_per_sec_per_gpu"] > of_responses
