@@ -280,10 +280,14 @@ class Bridge:
         """Whether a key has been set; errors as of `value`."""
         return self._found(key) is not None
 
-    def _found(self, key: str) -> bytes | None:
+    def found(self, *keys: str) -> list[bytes | None]:
+        """Return the values of keys, None of those that nobody has set; errors as of `value`."""
         self.check()
         with losing("the training world has ended"):
-            return self.store.get(key)
+            return [self.store.get(key) for key in keys]
+
+    def _found(self, key: str) -> bytes | None:
+        return self.found(key)[0]
 
     def check(self) -> None:
         """Raise a `BridgeLostError` if either world has ended, or was given up."""

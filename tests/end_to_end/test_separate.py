@@ -91,6 +91,8 @@ def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
         "reshard/bytes",
         "async/generation_s",
         "async/rollout_wait_s",
+        "async/weights_",
+        "async/sample_transfer",
         "async/dealt_again",
         "async/worlds_lost",
         *ARRIVED,
@@ -182,7 +184,7 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["async/staleness_max"] for row in rows) <= 2
     assert max(row["async/versions_per_sample"] for row in rows) <= 3
-    assert all(0 < row["rollout/logprob_gap_mean"] < 0.5 and row["policy/ratio_max"] > 1 for row in rows)
+    assert all(0 < row["rollout/logprob_gap_mean"] < 1 and row["policy/ratio_max"] > 1 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class RolloutLink:
         self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
         self._num_orders = self._num_fetches = 0
         self.has_served = False
+        self.received_s = 0.0  # in which samples were on their way to this rank
 
     @property
     def report(self) -> ReshardReport:
@@ -112,11 +113,6 @@ class RolloutLink:
     def transfer_s(self) -> float:
         """Seconds of the latest weight sync, from the end of the update until all slices had arrived."""
         return self._versions.transfer_s
-
-    @property
-    def received_s(self) -> float:
-        """Seconds in which samples were on their way to this rank, since the bridge was made."""
-        return self._parcels.received_s
 
     # ---- weights -------------------------------------------------------------------------------------------
 
@@ -196,8 +192,12 @@ class RolloutLink:
         for replica in replicas:
             self.bridge.put(fetch_key(replica, number), b"")
         owners = self.bridge.serving_ranks[:: self._tp]
-        replies = [self._parcels.receive(source=owners[each], label=f"reply/{number}") for each in replicas]
-        self.has_served |= any(reply.groups for reply in replies)
+        replies: list[Reply] = []
+        for each in replicas:
+            replies.append(self._parcels.receive(source=owners[each], label=f"reply/{number}"))
+            if replies[-1].groups:
+                self.received_s += self._parcels.receive_s
+                self.has_served = True
         return replies
 
     def receive(self, number: int, order: Order) -> list[Samples]:
@@ -207,7 +207,10 @@ class RolloutLink:
             BridgeLostError: the rollout world has ended.
         """
         sources = self._sources(order)
-        samples = [self._parcels.receive(source=source, label=str(number)) for source in sources]
+        samples: list[Samples] = []
+        for source in sources:
+            samples.append(self._parcels.receive(source=source, label=str(number)))
+            self.received_s += self._parcels.receive_s
         self.has_served = True
         return samples
 

@@ -31,6 +31,8 @@ from verl_megatron.separate.orders import (
 from verl_megatron.separate.serving import Exchange, Replica
 
 STEPS = 4  # decoding steps between two looks at the store
+HOLD_S = 0.1  # longest time that training waits for a reply with nothing in it
+CHECKED_SHARE = 0.05  # of the time, at most, in which weights are checked for replies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,8 @@ class _News:
 
     order: StreamOrder | None
     has_weights: bool
-    is_asked: bool  # for a reply
+    reply: bool  # now
+    has_samples: bool  # to reply with
     is_over: bool
 
 
@@ -67,6 +70,8 @@ class StreamServer:
         self._num_orders = self._num_replies = 0
         self._changes = False  # new weights wait for running samples
         self._idle_s, self._since = 0.0, time.perf_counter()
+        self._asked_at: float | None = None  # when training was first seen to wait for the next reply
+        self._check_again_at = 0.0
         self._sender = ThreadPoolExecutor(1, "replies")
         self._sending: Future | None = None
 
@@ -126,23 +131,33 @@ class StreamServer:
             self._change_weights()
         while self._held and self._held[0].sync <= self._exchange.versions.version:
             self._add(self._held.popleft())
-        if news.is_asked:
-            self._reply()
+        if news.reply:
+            self._reply(has_samples=news.has_samples)
         return news.is_over
 
     def _news(self) -> _News:
         bridge = self._exchange.bridge
         if self._sending is not None and self._sending.done():
             self._sending.result()  # raises what went wrong
-        key = order_key(self._num_orders)
+        order, asked, stop = bridge.found(
+            order_key(self._num_orders), fetch_key(self._engine.replica, self._num_replies), STOP
+        )
         with losing("receiving weights"):
             has_weights = self._exchange.versions.ready()
+        has_samples = bool(self._complete) and time.perf_counter() >= self._check_again_at
         return _News(
-            order=pickle.loads(bridge.value(key)) if bridge.has(key) else None,
+            order=None if order is None else pickle.loads(order),
             has_weights=has_weights,
-            is_asked=bridge.has(fetch_key(self._engine.replica, self._num_replies)),
-            is_over=bridge.has(STOP),
+            reply=asked is not None and (has_samples or self._has_waited()),
+            has_samples=has_samples,
+            is_over=stop is not None,
         )
+
+    def _has_waited(self) -> bool:
+        """Whether training, which asks for a reply, has waited for it long enough."""
+        now = time.perf_counter()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        return now >= self._asked_at + HOLD_S
 
     def _change_weights(self) -> None:
         self._changes = not self._stream.begin_change()
@@ -236,11 +251,16 @@ class StreamServer:
         batch.source_id = self._replica.sources.numbers([made.prompt.extra] * len(batch))
         return batch
 
-    def _reply(self) -> None:
+    def _reply(self, *, has_samples: bool) -> None:
         """Send what is complete to its owner; the weights that made it are checked before."""
-        number, self._num_replies = self._num_replies, self._num_replies + 1
-        self._check_weights()
-        complete, self._complete = self._complete, []
+        number, self._num_replies, self._asked_at = self._num_replies, self._num_replies + 1, None
+        complete: list[GroupSamples] = []
+        if has_samples:
+            begin = time.perf_counter()
+            self._check_weights()
+            end = time.perf_counter()
+            self._check_again_at = end + (end - begin) / CHECKED_SHARE
+            complete, self._complete = self._complete, []
         if not self._is_first:
             return
         sums, now = Sums(), time.perf_counter()
