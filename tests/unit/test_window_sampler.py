@@ -55,7 +55,7 @@ class Link:
             self.given.append(number)
             self.fleet.prompt_of[number] = self.fleet.prompt(order.block, index)
 
-    def fetch(self, replicas):
+    def fetch(self, replicas, *, waits):
         assert list(replicas) == [0, 1]
         if not self.alive:
             raise BridgeLostError("the rollout world has ended")
@@ -260,6 +260,31 @@ def test_validation_is_the_newest_weights_and_comes_between():
         assert [fleet.prompt_of[number] for number in numbers] == [f"validation {i}" for i in range(5)]
         assert min(numbers) >= VALIDATION and set(answers.policy_version.tolist()) == {iteration - 1}
         one_iteration(fleet, sampler, source, iteration, 2)
+
+
+def staleness_of(sampler, source, fleet):
+    """Versions by which the oldest token of each iteration lags behind."""
+    found = []
+    for iteration in range(1, LAST + 1):
+        batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        found.append(int((iteration - 1 - batch.token_versions)[batch.response_mask].max()))
+        fleet.version = iteration
+        sampler.published(iteration)
+    return found
+
+
+def test_samples_are_no_staler_than_it_takes_to_keep_training_busy():
+    """A rollout that has completed all that it was given needs a lead of one iteration, a slow one more."""
+    fleet = Fleet(1, speed=1.0)
+    assert staleness_of(*sampler_of(fleet, staleness=4), fleet) == [0] + [1] * (LAST - 1)
+    slow = Fleet(1, speed=0.15)
+    sampler, source = sampler_of(slow, staleness=4)
+    assert max(staleness_of(sampler, source, slow)) > 2
+    state = sampler.state_dict()
+    assert P < state["lead"] <= 4 * P
+    resumed, _ = sampler_of(Fleet(1), staleness=2)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["lead"] <= 2 * P, "as much as is allowed now"
 
 
 def test_a_reward_that_always_fails_ends_the_run_by_name():

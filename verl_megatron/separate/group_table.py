@@ -50,6 +50,11 @@ class GroupTable:
         return sum(found.num_samples for found in own)
 
     @property
+    def num_complete(self) -> int:
+        """Complete groups that are not validation's."""
+        return sum(number < VALIDATION for number in self._complete)
+
+    @property
     def training(self) -> dict[int, Entry]:
         """The groups that are not validation's."""
         return {number: entry for number, entry in self.entries.items() if number < VALIDATION}

@@ -23,6 +23,7 @@ from verl_megatron.separate.orders import (
     ENGINE,
     SHARDS,
     STOP,
+    WAITS,
     Order,
     Reply,
     Samples,
@@ -182,15 +183,18 @@ class RolloutLink:
             self.bridge.put(order_key(number), pickle.dumps(order))
         return number
 
-    def fetch(self, replicas: Sequence[int]) -> list[Reply]:
+    def fetch(self, replicas: Sequence[int], *, waits: bool) -> list[Reply]:
         """Return what these replicas, whose samples this rank owns, have completed since the last call.
+
+        Args:
+            waits: they may wait a moment for something to reply with.
 
         Raises:
             BridgeLostError: the rollout world has ended.
         """
         number, self._num_fetches = self._num_fetches, self._num_fetches + 1
         for replica in replicas:
-            self.bridge.put(fetch_key(replica, number), b"")
+            self.bridge.put(fetch_key(replica, number), WAITS if waits else b"")
         owners = self.bridge.serving_ranks[:: self._tp]
         replies: list[Reply] = []
         for each in replicas:

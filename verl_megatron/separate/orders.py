@@ -150,6 +150,9 @@ class Reply:
     busy_s: float
 
 
+WAITS = b"waits"  # value of `fetch_key`: the reply may wait for samples
+
+
 def fetch_key(replica: int, number: int) -> str:
     """Key with which the owner rank of a replica's samples asks for reply `number`."""
     return f"fetch/{replica}/{number}"

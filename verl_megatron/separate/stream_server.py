@@ -19,6 +19,7 @@ from verl_megatron.rollout.sampling import Generation, Request, sample_seed
 from verl_megatron.rollout.stream import FinishedGroup, Group, GroupStream, Partial
 from verl_megatron.separate.orders import (
     STOP,
+    WAITS,
     Block,
     GroupSamples,
     Reply,
@@ -30,7 +31,7 @@ from verl_megatron.separate.orders import (
 )
 from verl_megatron.separate.serving import Exchange, Replica
 
-STEPS = 4  # decoding steps between two looks at the store
+LOOK_S, MOST_STEPS = 0.03, 8  # between two looks at the store: a time, and decoding steps at most
 HOLD_S = 0.1  # longest time that training waits for a reply with nothing in it
 CHECKED_SHARE = 0.05  # of the time, at most, in which weights are checked for replies
 
@@ -41,6 +42,7 @@ class _News:
 
     order: StreamOrder | None
     has_weights: bool
+    num_steps: int  # until the next look
     reply: bool  # now
     has_samples: bool  # to reply with
     is_over: bool
@@ -69,6 +71,7 @@ class StreamServer:
         self._complete: list[GroupSamples] = []  # since the last reply
         self._num_orders = self._num_replies = 0
         self._changes = False  # new weights wait for running samples
+        self._num_steps, self._step_s = 1, 0.0  # until the next look, and the seconds of one
         self._idle_s, self._since = 0.0, time.perf_counter()
         self._asked_at: float | None = None  # when training was first seen to wait for the next reply
         self._check_again_at = 0.0
@@ -96,7 +99,8 @@ class StreamServer:
 
     def _work(self) -> None:
         """Take some decoding steps; without samples, wait a moment."""
-        for _ in range(STEPS):
+        start = time.perf_counter()
+        for _ in range(self._num_steps):
             self._replica.beat()
             self._scoring += self._stream.step()
             self._gather_scored()
@@ -108,6 +112,7 @@ class StreamServer:
                 time.sleep(POLL_S)
                 self._idle_s += time.perf_counter() - begin
                 return
+        self._step_s = (time.perf_counter() - start) / self._num_steps
 
     # ---- what the training world wants ---------------------------------------------------------------------
 
@@ -124,6 +129,7 @@ class StreamServer:
             news, reason = self._replica.ranks.broadcast_object((news, reason))
         if news is None:
             raise BridgeLostError(reason)
+        self._num_steps = news.num_steps
         if news.order is not None:
             self._num_orders += 1
             self._held.append(news.order)
@@ -148,7 +154,8 @@ class StreamServer:
         return _News(
             order=None if order is None else pickle.loads(order),
             has_weights=has_weights,
-            reply=asked is not None and (has_samples or self._has_waited()),
+            num_steps=min(max(1, int(LOOK_S / self._step_s)), MOST_STEPS) if self._step_s else 1,
+            reply=asked is not None and (has_samples or asked != WAITS or self._has_waited()),
             has_samples=has_samples,
             is_over=stop is not None,
         )

@@ -2,8 +2,12 @@
 
 A group starts only if its samples can still be used (the capacity of AReaL, Fu et al. 2025): with P prompts
 an iteration, v updates done and a staleness of n, at most P · (v + 1 + n) groups have started since the run
-began. Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n
-all that are left, up to version k - n all but P, and so on. Then it takes the first that are complete.
+began. Most often fewer do: P · (v + 1) plus a lead, from P to P · n, which follows the speeds. It grows while
+training waits for samples, and shrinks while complete groups wait for training: so samples are only as stale
+as it takes to keep training busy.
+
+Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n all that
+are left, up to version k - n all but P, and so on. Then it takes the first that are complete.
 """
 
 import time
@@ -28,6 +32,7 @@ from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, Strea
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
 WAIT_S = 0.01  # between two questions for samples
+WAITED = 0.02  # share of an iteration; training that waits longer wants a larger lead
 
 
 class WindowSampler(RemoteSampler):
@@ -47,11 +52,18 @@ class WindowSampler(RemoteSampler):
         self._table = GroupTable()
         self._skipped: set[int] = set()  # numbers that a checkpoint's collection has taken
         self._num_validations = 0
+        self._lead = self._least_lead  # groups that may be under way beyond those of the next iteration
+        self._collected_at = 0.0  # when the last collection ended
+        self._waited_s = 0.0  # for groups, in the last collection, after it had asked once
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
         self._taken: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
         self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
+
+    @property
+    def _least_lead(self) -> int:
+        return self._draw.num_prompts * min(1, self._max_staleness)
 
     def needs(self, version: int) -> bool:
         return version < self._last
@@ -82,6 +94,7 @@ class WindowSampler(RemoteSampler):
             self._admit()
             oldest = iteration - 1 - self._max_staleness
             numbers = self._wait_for(partial(self._table.choose, self._draw.num_prompts, oldest=oldest))
+            self._adapt_lead()
             source.cursor.load_state_dict(self._ahead.state_dict())
             self._taken, self._recently_dropped = numbers, 0
         else:
@@ -98,15 +111,30 @@ class WindowSampler(RemoteSampler):
             self._counts.check(self._in_flight())
         return batch
 
+    def _adapt_lead(self) -> None:
+        """Follow the speeds: more groups if training waited for some, fewer if complete ones are left."""
+        now, wanted = time.perf_counter(), self._draw.num_prompts
+        waited = self._collected_at > 0 and self._waited_s > WAITED * (now - self._collected_at)
+        self._collected_at = now
+        if self.world.all_max(torch.tensor(float(waited))) > 0:
+            self._lead += max(1, wanted // 4)
+        else:
+            self._lead -= max(0, self._table.num_complete - wanted - wanted // 8) // 2
+        self._lead = self._fitting(self._lead)
+
+    def _fitting(self, lead: int) -> int:
+        return min(max(lead, self._least_lead), self._draw.num_prompts * self._max_staleness)
+
     def _wait_for(self, chosen: Callable[[], list[int] | None]) -> list[int]:
         """Fetch what is complete until `chosen` returns groups."""
-        since = time.perf_counter()
+        since, self._waited_s = time.perf_counter(), 0.0
         while True:
-            self._fetch(since)
+            self._fetch(since, waits=chosen() is None)
             if (numbers := chosen()) is not None:
                 return numbers
             self._fleet.work()
             time.sleep(WAIT_S)
+            self._waited_s = time.perf_counter() - since
 
     def _take(self, numbers: Sequence[int], draw: Draw) -> RolloutBatch:
         """Return this rank's samples of these groups, numbered without gaps."""
@@ -174,8 +202,9 @@ class WindowSampler(RemoteSampler):
         self._order_more()
 
     def _order_more(self) -> None:
-        """Order as many groups as can still be used."""
-        allowed = self._draw.num_prompts * min(self._newest + 1 + self._max_staleness, self._last)
+        """Order as many groups as training will want, all of which can still be used."""
+        wanted = self._draw.num_prompts
+        allowed = min(wanted * (self._newest + 1) + self._lead, wanted * self._last)
         count = allowed - (self._next - self._num_replaced)
         if count <= 0:
             return
@@ -229,12 +258,12 @@ class WindowSampler(RemoteSampler):
         owners = [owner_of(first, replica, self.world.size) for replica in range(link.num_replicas)]
         return [replica for replica, owner in enumerate(owners) if owner == self.world.rank]
 
-    def _fetch(self, since: float) -> None:
-        """Receive what is complete, and tell all ranks of it."""
+    def _fetch(self, since: float, *, waits: bool) -> None:
+        """Receive what is complete, and tell all ranks of it; `waits`: training has nothing else to do."""
         new: list[GroupSamples] = []
         for place, link in list(self._fleet.links.items()):
             own = self._own_replicas(place)
-            fetch = partial(link.fetch, own)
+            fetch = partial(link.fetch, own, waits=waits)
             try:
                 replies = together(self.world, fetch)
             except BridgeLostError as error:
@@ -310,6 +339,7 @@ class WindowSampler(RemoteSampler):
         return {
             "next": self._next,
             "replaced": self._num_replaced,
+            "lead": self._lead,
             "ahead": self._ahead.state_dict(),
             "table": self._table.state_dict(),
             "counts": asdict(self._counts),
@@ -317,6 +347,7 @@ class WindowSampler(RemoteSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self._num_replaced = state["next"], state["replaced"]
+        self._lead = self._fitting(state["lead"])
         self._ahead.load_state_dict(state["ahead"])
         self._table.load_state_dict(state["table"], self._draw)
         self._counts = Counts(**state["counts"])
