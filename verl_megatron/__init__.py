@@ -6,7 +6,7 @@ Public names are imported lazily, on first use.
 import importlib
 
 from parallel.runtime.refusal import speak_once
-from parallel.runtime.unusable import hide_companions
+from parallel.runtime.unusable import hide_unusable
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _MODULES = {
 }
 __all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # names are resolved late
 
-hide_companions()
+hide_unusable()
 
 
 def __getattr__(name: str):
