@@ -160,3 +160,33 @@ def test_a_fixed_number_is_left_alone():
     assert sums.reduce(ONE_RANK) == load
     admission.add_load(sums := Sums(), is_first=True)
     assert sums.reduce(ONE_RANK) == {"rollout/preempted": 0}, "the load since the last time"
+
+
+def test_samples_start_several_at_a_time():
+    """All samples are made, with few steps in which some start."""
+    engine = ScriptedEngine(answers(mixed), max_num_seqs=64, max_model_len=256, kv_cache_tokens=10**6)
+    counts, step = [], engine.step
+
+    def counted_step():
+        counts.append(len(engine.submitted) - sum(counts))
+        return step()
+
+    engine.step = counted_step
+    samples = generate(engine, requests_of(400))
+    assert [sample.sample_id for sample in samples] == list(range(400)) and sum(counts) == 400
+    assert counts[0] == 64, "at first as many as may run"
+    *later, last = [count for count in counts[1:] if count]
+    assert min(later) >= 64 // 16 and last > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "running", "expected"),
+    [
+        (8, [0, 7, 8, 9], [8, 1, 0, 0]),
+        (160, [0, 150, 151, 160], [160, 10, 0, 0]),
+    ],
+)
+def test_so_many_start_that_it_pays(limit, running, expected):
+    admission = admission_of(limit)
+    assert [max(0, admission.to_start(each)) for each in running] == expected
+    assert admission_of(160).to_start(15, most=16) == 1

@@ -1,6 +1,8 @@
 """Plans of a rollout on GPUs of its own, and the search for the best split."""
 
+import json
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -139,3 +141,18 @@ def test_the_command_shows_the_split(capsys):
     assert "those that score" in text and " reference.devices=" in text
     (shared,) = [line for line in text.splitlines() if line.startswith("beside ")]
     assert ".devices=" not in shared, "the lines have them"
+
+
+def test_an_overlapping_run_is_compared_by_its_means(capsys, tmp_path):
+    """An iteration that waits is followed by one that does not; training has one GPU, as in the run."""
+    seconds = [40.0, 10.0, 20.0, 10.0, 20.0]
+    rows = [{"time/rollout_s": 1.0, "train/step_time_ms": 1e3 * each} for each in seconds]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = "--model llama3-1b --gpus 2 --algorithm grpo --samples-per-iteration 64 algorithm.kl_coef=0"
+    placed = ["rollout.devices=1", "async.max_staleness=1", "--compare", str(tmp_path)]
+    assert plan.run([*command.split(), *placed]) == 0
+    found = capsys.readouterr().out
+    (iteration,) = [line.split() for line in found.splitlines() if line.startswith("iteration")]
+    assert float(iteration[2]) == fmean(seconds[1:])
+    assert plan.run([*command.split(), "--separate", *placed]) == 0
+    assert capsys.readouterr().out == found

@@ -353,8 +353,9 @@ def run(arguments: list[str]) -> int:
             check_output("--json", given.json)
         machine = find_machine(given.gpu)
         config = base_config(given)
+        searches_splits = given.separate and not given.compare
         world = {
-            "world_size": given.gpus if given.separate else _training_ranks(config, given.gpus),
+            "world_size": given.gpus if searches_splits else _training_ranks(config, given.gpus),
             "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
             "read": architecture,
             "lengths": given.lengths,
@@ -362,7 +363,7 @@ def run(arguments: list[str]) -> int:
         if given.compare:
             print(compared(PlannedRun.of(config, **world), machine, given.compare))
             return 0
-        result = (search_splits if given.separate else search)(config, machine=machine, **world)
+        result = (search_splits if searches_splits else search)(config, machine=machine, **world)
         print(search_text(result, best=given.best, machine=machine))
         if result.fitting:
             chosen = tuple(result.fitting[0].settings)

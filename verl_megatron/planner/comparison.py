@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.seconds import TimePlan
@@ -26,9 +26,10 @@ class Compared:
 
 
 def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, float]]) -> list[Compared]:
-    """Compare plans with the medians over a run's iterations.
+    """Compare plans with the medians over a run's iterations, or means where rollout and training overlap.
 
-    The first iteration is left out: it compiles and allocates.
+    The first iteration is left out: it compiles and allocates. With stale samples an iteration that waits is
+    often followed by one that does not, and neither is typical.
 
     Args:
         rows: of metrics.jsonl (`verl_megatron.observe.tracking.read_metrics`).
@@ -45,7 +46,9 @@ def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, floa
 
     def measured(key: str) -> float | None:
         values = [row[key] for row in iterations if row.get(key)]
-        return median(values) if values else None
+        if not values:
+            return None
+        return fmean(values) if time.overlaps else median(values)
 
     pairs = [
         (phase, "GiB", memory.phase_bytes(phase) / 2**30, measured(f"memory/{phase}_mb"), GIB_OF_MB)

@@ -18,6 +18,7 @@ from verl_megatron.rollout.sampling import Generation, Request
 # Shares of the cache: the number may grow below LOW; above HIGH no sample starts.
 LOW, HIGH = 0.6, 0.9
 REMEMBERED = 2000  # finished responses whose lengths count
+STARTS = 16  # samples start in groups of at least this part of those at once
 INTERVAL = 8  # decoding steps between adaptations, if no sample finishes
 CONCURRENT, CACHE_USED, PREEMPTED = "rollout/concurrent", "rollout/kv_cache_used", "rollout/preempted"
 
@@ -76,6 +77,18 @@ class Admission:
         whole = np.array([prompt + response for prompt, response in zip(prompts, most)])
         certain = int(self.cache.num_blocks // self.cache.blocks(whole).max())
         self.target = min(self.limit, max(1, certain, self._room()))
+
+    def to_start(self, running: int, *, most: int | None = None) -> int:
+        """Return how many samples to start now: none, or so many that it pays.
+
+        vLLM takes a decoding step in which a sample starts without whole CUDA graphs, layer by layer.
+
+        Args:
+            most: samples at once, if there are not enough for the number that was decided.
+        """
+        target = self.target if most is None else min(self.target, most)
+        room = target - running
+        return room if not running or room >= max(1, target // STARTS) else 0
 
     def forget(self) -> None:
         """Note that all running samples were aborted."""

@@ -54,10 +54,10 @@ class Dispatcher:
     """Draws from the queue for a replica and broadcasts the result to its TP ranks.
 
     A replica first draws its fair share, up to the number of samples that it decodes concurrently. Then it
-    draws as many as finish; the number may change meanwhile. Nothing is reserved for replicas that finish
-    early: a decoding step takes about as long with more samples, so a sample that starts late ends late. Only
-    TP rank 0 accesses the queue. It broadcasts only if there is room for samples and the queue may not be
-    empty.
+    draws as many as finish, several at a time; the number may change meanwhile. Nothing is reserved for
+    replicas that finish early: a decoding step takes about as long with more samples, so a sample that starts
+    late ends late. Only TP rank 0 accesses the queue. It broadcasts only if there is room for samples and the
+    queue may not be empty.
 
     Args:
         queue: on every rank, used by the first of `group`.
@@ -74,7 +74,7 @@ class Dispatcher:
 
     def draw(self, running: int) -> range:
         """Draw the samples to start while `running` are in flight. Collective over `group`."""
-        room = min(self.admission.target, self.share) - running
+        room = self.admission.to_start(running, most=self.share)
         if self.exhausted or room <= 0:
             return range(0)
         drawn = self._take(room)

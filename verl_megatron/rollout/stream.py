@@ -136,7 +136,7 @@ class GroupStream:
         if not self._running:
             requests = [sample.remaining() for sample in self._waiting]
             admission.begin(requests, max_model_len=self.engine.max_model_len)
-        while self._waiting and len(self._running) < admission.target:
+        for _ in range(min(admission.to_start(len(self._running)), len(self._waiting))):
             sample = self._waiting.popleft()
             if not sample.starts or sample.starts[-1][1] != self.version:
                 so_far = len(sample.earlier.token_ids) if sample.earlier else 0
