@@ -146,7 +146,10 @@ def test_the_command_shows_the_split(capsys):
 def test_an_overlapping_run_is_compared_by_its_means(capsys, tmp_path):
     """An iteration that waits is followed by one that does not; training has one GPU, as in the run."""
     seconds = [40.0, 10.0, 20.0, 10.0, 20.0]
-    rows = [{"time/rollout_s": 1.0, "train/step_time_ms": 1e3 * each} for each in seconds]
+    rows = [
+        {"step": step, "time/rollout_s": 1.0, "train/step_time_ms": 1e3 * each}
+        for step, each in enumerate(seconds, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = "--model llama3-1b --gpus 2 --algorithm grpo --samples-per-iteration 64 algorithm.kl_coef=0"
     placed = ["rollout.devices=1", "async.max_staleness=1", "--compare", str(tmp_path)]
