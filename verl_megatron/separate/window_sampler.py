@@ -2,9 +2,8 @@
 
 A group starts only if its samples can still be used (the capacity of AReaL, Fu et al. 2025): with P prompts
 an iteration, v updates done and a staleness of n, at most P · (v + 1 + n) groups have started since the run
-began. Most often fewer do: P · (v + 1) plus a lead, from P to P · n, which follows the speeds. It grows while
-training waits for samples, and shrinks while complete groups wait for training: so samples are only as stale
-as it takes to keep training busy.
+began. Most often fewer do: P · (v + 1) plus a lead from P to P · n, which follows the speeds (`lead.py`). So
+samples are only as stale as it takes to keep training busy.
 
 Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n all that
 are left, up to version k - n all but P, and so on. Then it takes the first that are complete.
@@ -28,11 +27,11 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
+from verl_megatron.separate.lead import SHORT, Lead
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
 WAIT_S = 0.01  # between two questions for samples
-WAITED = 0.02  # share of an iteration; training that waits longer wants a larger lead
 
 
 class WindowSampler(RemoteSampler):
@@ -52,18 +51,14 @@ class WindowSampler(RemoteSampler):
         self._table = GroupTable()
         self._skipped: set[int] = set()  # numbers that a checkpoint's collection has taken
         self._num_validations = 0
-        self._lead = self._least_lead  # groups that may be under way beyond those of the next iteration
+        self._lead = Lead(self._draw.num_prompts, max_staleness=self._max_staleness)
         self._collected_at = 0.0  # when the last collection ended
-        self._waited_s = 0.0  # for groups, in the last collection, after it had asked once
+        self._short_s = 0.0  # for which the last collection lacked groups, whichever, after it had asked once
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
         self._taken: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
         self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
-
-    @property
-    def _least_lead(self) -> int:
-        return self._draw.num_prompts * min(1, self._max_staleness)
 
     def needs(self, version: int) -> bool:
         return version < self._last
@@ -112,29 +107,25 @@ class WindowSampler(RemoteSampler):
         return batch
 
     def _adapt_lead(self) -> None:
-        """Follow the speeds: more groups if training waited for some, fewer if complete ones are left."""
-        now, wanted = time.perf_counter(), self._draw.num_prompts
-        waited = self._collected_at > 0 and self._waited_s > WAITED * (now - self._collected_at)
+        """Let the lead follow the speeds, as the slowest rank has found them."""
+        now = time.perf_counter()
+        is_short = self._collected_at > 0 and self._short_s > SHORT * (now - self._collected_at)
         self._collected_at = now
-        if self.world.all_max(torch.tensor(float(waited))) > 0:
-            self._lead += max(1, wanted // 4)
-        else:
-            self._lead -= max(0, self._table.num_complete - wanted - wanted // 8) // 2
-        self._lead = self._fitting(self._lead)
-
-    def _fitting(self, lead: int) -> int:
-        return min(max(lead, self._least_lead), self._draw.num_prompts * self._max_staleness)
+        is_short = self.world.all_max(torch.tensor(float(is_short))) > 0
+        self._lead.adapt(is_short=is_short, left=self._table.num_complete - self._draw.num_prompts)
 
     def _wait_for(self, chosen: Callable[[], list[int] | None]) -> list[int]:
         """Fetch what is complete until `chosen` returns groups."""
-        since, self._waited_s = time.perf_counter(), 0.0
+        since, self._short_s = time.perf_counter(), 0.0
         while True:
             self._fetch(since, waits=chosen() is None)
             if (numbers := chosen()) is not None:
                 return numbers
+            is_short = self._table.num_complete < self._draw.num_prompts
             self._fleet.work()
             time.sleep(WAIT_S)
-            self._waited_s = time.perf_counter() - since
+            if is_short:
+                self._short_s = time.perf_counter() - since
 
     def _take(self, numbers: Sequence[int], draw: Draw) -> RolloutBatch:
         """Return this rank's samples of these groups, numbered without gaps."""
@@ -204,7 +195,7 @@ class WindowSampler(RemoteSampler):
     def _order_more(self) -> None:
         """Order as many groups as training will want, all of which can still be used."""
         wanted = self._draw.num_prompts
-        allowed = min(wanted * (self._newest + 1) + self._lead, wanted * self._last)
+        allowed = min(wanted * (self._newest + 1) + self._lead.groups, wanted * self._last)
         count = allowed - (self._next - self._num_replaced)
         if count <= 0:
             return
@@ -339,7 +330,7 @@ class WindowSampler(RemoteSampler):
         return {
             "next": self._next,
             "replaced": self._num_replaced,
-            "lead": self._lead,
+            "lead": self._lead.groups,
             "ahead": self._ahead.state_dict(),
             "table": self._table.state_dict(),
             "counts": asdict(self._counts),
@@ -347,7 +338,7 @@ class WindowSampler(RemoteSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self._num_replaced = state["next"], state["replaced"]
-        self._lead = self._fitting(state["lead"])
+        self._lead.restore(state["lead"])
         self._ahead.load_state_dict(state["ahead"])
         self._table.load_state_dict(state["table"], self._draw)
         self._counts = Counts(**state["counts"])
