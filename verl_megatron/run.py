@@ -17,7 +17,7 @@ from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.algorithms.correction import correction_of
+from verl_megatron.algorithms.correction import with_correction
 from verl_megatron.algorithms.kl import make_controller
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
@@ -147,7 +147,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     )
     learner = Learner(
         models.roles | scorers,
-        config=replace(config.algorithm, correction=correction_of(config)),
+        config=with_correction(config),
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
         residency=generation.residency,

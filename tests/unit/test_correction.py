@@ -13,11 +13,12 @@ from verl_megatron.algorithms.correction import (
     WEIGHT_SQUARE,
     add_sample_size,
     importance_weights,
+    with_correction,
 )
 from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.objectives import OBJECTIVES
 from verl_megatron.algorithms.tokens import PolicyTokens
-from verl_megatron.config import AlgorithmConfig
+from verl_megatron.config import AlgorithmConfig, AsyncConfig, TrainerConfig
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "mask")
 LOW, HIGH = 0.8, 1.3
@@ -128,3 +129,54 @@ def test_no_gap_makes_a_weight_that_is_no_number(mode, level, gap):
         torch.testing.assert_close(weight_N, torch.full((4,), expected), rtol=0, atol=1e-8)
         loss_N, _ = policy_loss(old_N, None, tokens, OBJECTIVES["clip"], config, 0.0)
         assert not loss_N.any()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "settings", "expected"),
+    [
+        (0, {}, ("none", "token")),
+        (0, {"correction": "mask"}, ("mask", "token")),
+        (1, {}, ("truncate", "sequence")),
+        (4, {"correction": "mask"}, ("mask", "sequence")),
+        (4, {"correction_level": "token"}, ("truncate", "token")),
+        (4, {"old_logprobs": "sampler"}, ("none", "sequence")),
+    ],
+)
+def test_auto_depends_on_staleness(staleness, settings, expected):
+    config = TrainerConfig(
+        algorithm=AlgorithmConfig(**settings), async_=AsyncConfig(max_staleness=staleness)
+    )
+    found = with_correction(config)
+    assert (found.correction, found.correction_level) == expected
+
+
+def gradients_of_two_tokens(level: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected gradient over the samples of an old policy, and that of the present policy's expected score.
+
+    A sample has two of three tokens, of which the second depends on the first: all nine are enumerated.
+    """
+    generator = torch.Generator().manual_seed(1)
+    logits, old_logits = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    score = torch.randn(9, generator=generator, dtype=torch.float64)
+    first, second = torch.arange(9) // 3, torch.arange(9) % 3
+    place = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + first], 1).flatten()  # row of the logits
+    token = torch.stack([first, second], 1).flatten()
+    logprobs_N = logits.log_softmax(-1)[place, token]
+    old_N = old_logits.log_softmax(-1)[place, token]
+    sample_N = torch.arange(9).repeat_interleave(2)
+    tokens = PolicyTokens(sample_N, None, score[sample_N], rollout_logprobs_N=old_N)
+    config = AlgorithmConfig(correction="truncate", correction_level=level, correction_high=1e6)
+    loss_N, _ = policy_loss(logprobs_N, None, tokens, OBJECTIVES["clip"], config, 0.0)
+    chance_N = old_N.view(9, 2).sum(1).exp()[sample_N]
+    exact = -(logprobs_N.view(9, 2).sum(1).exp() * score).sum()
+    losses = ((chance_N * loss_N).sum(), exact)
+    found, expected = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in losses)
+    return found, expected
+
+
+def test_weights_of_sequences_make_old_samples_teach_what_new_ones_would():
+    """Those of tokens do not: the score is of what the old policy wrote after the token."""
+    torch.testing.assert_close(*gradients_of_two_tokens("sequence"), rtol=0, atol=1e-12)
+    found, expected = gradients_of_two_tokens("token")
+    assert (found - expected).norm() > 0.2 * expected.norm()

@@ -12,6 +12,8 @@ and is limited to [correction_low, correction_high] by
 Letters: N response tokens of a packed micro-batch.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,12 +34,26 @@ def correction_of(config: TrainerConfig) -> str:
     return "truncate" if is_stale else "none"
 
 
+def with_correction(config: TrainerConfig) -> AlgorithmConfig:
+    """Return the settings of the algorithm, with auto replaced in those of the correction.
+
+    A token's own ratio corrects for the choice of this token alone, which is enough between two programs that
+    compute the same weights. Old weights also wrote what follows, and a score is of that: the ratio of the
+    whole sequence corrects for both.
+    """
+    level = config.algorithm.correction_level
+    if level == "auto":
+        level = "sequence" if config.async_.max_staleness > 0 else "token"
+    return replace(config.algorithm, correction=correction_of(config), correction_level=level)
+
+
 def importance_weights(
     old_logprobs_N: Tensor, tokens: PolicyTokens, config: AlgorithmConfig
 ) -> tuple[Tensor, Sums]:
     """Compute the weights [N] float32, without gradient, and metrics. Collective over `tokens.cp_group`.
 
-    Log ratios are limited to ±MAX_LOG_RATIO nats.
+    Log ratios are limited to ±MAX_LOG_RATIO nats. Without a run, whose staleness it depends on, the level
+    auto is that of a token.
     """
     assert tokens.rollout_logprobs_N is not None, "a correction needs the sampler's log-probs"
     log_ratio_N = (old_logprobs_N - tokens.rollout_logprobs_N).detach()

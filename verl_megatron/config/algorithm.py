@@ -68,7 +68,10 @@ class AlgorithmConfig(Section):
         choices=("auto", "none", "truncate", "mask"),
     )
     correction_level: str = setting(
-        "token", "ratio of a token, of a sequence, or its geometric mean", choices=CORRECTION_LEVELS
+        "auto",
+        "ratio of a token, of a sequence, or its geometric mean; auto: sequence if async.max_staleness is "
+        "above 0, else token",
+        choices=("auto", *CORRECTION_LEVELS),
     )
     correction_low: float = setting(0.0, "lower bound of the importance weight", within="[0, 1]")
     correction_high: float = setting(2.0, "upper bound of the importance weight", within="[1, 1000000]")
