@@ -143,9 +143,7 @@ def test_no_gap_makes_a_weight_that_is_no_number(mode, level, gap):
     ],
 )
 def test_auto_depends_on_staleness(staleness, settings, expected):
-    config = TrainerConfig(
-        algorithm=AlgorithmConfig(**settings), async_=AsyncConfig(max_staleness=staleness)
-    )
+    config = TrainerConfig(algorithm=AlgorithmConfig(**settings), async_=AsyncConfig(max_staleness=staleness))
     found = with_correction(config)
     assert (found.correction, found.correction_level) == expected
 

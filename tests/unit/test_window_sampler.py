@@ -59,7 +59,8 @@ class Link:
         assert list(replicas) == [0, 1]
         if not self.alive:
             raise BridgeLostError("the rollout world has ended")
-        done = [number for number in self.groups if self.random.random() < self.fleet.speed]
+        able = [number for number in self.groups if number not in self.fleet.stuck]
+        done = [number for number in able if self.random.random() < self.fleet.speed]
         self.random.shuffle(done)
         groups = [self.samples(number, self.groups.pop(number)) for number in done]
         return [
@@ -115,6 +116,7 @@ class Fleet:
         self.links = {0: Link(self, self.random)}
         self.all_links, self.prompt_of = [self.links[0]], {}
         self.num_lost = self.num_ended = self.told_lost = 0
+        self.stuck = {}  # number of a group → how often training looks again before it can be complete
 
     def prompt(self, block, index):
         if block.cursor is None:
@@ -148,7 +150,7 @@ class Fleet:
         pass
 
     def work(self):
-        pass
+        self.stuck = {number: looks - 1 for number, looks in self.stuck.items() if looks > 1}
 
 
 def sampler_of(fleet, *, staleness, keep_group=None):
@@ -262,10 +264,10 @@ def test_validation_is_the_newest_weights_and_comes_between():
         one_iteration(fleet, sampler, source, iteration, 2)
 
 
-def staleness_of(sampler, source, fleet):
+def staleness_of(sampler, source, fleet, *, iterations=LAST):
     """Versions by which the oldest token of each iteration lags behind."""
     found = []
-    for iteration in range(1, LAST + 1):
+    for iteration in range(1, iterations + 1):
         batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
         found.append(int((iteration - 1 - batch.token_versions)[batch.response_mask].max()))
         fleet.version = iteration
@@ -285,6 +287,14 @@ def test_samples_are_no_staler_than_it_takes_to_keep_training_busy():
     resumed, _ = sampler_of(Fleet(1), staleness=2)
     resumed.load_state_dict(state)
     assert resumed.state_dict()["lead"] <= 2 * P, "as much as is allowed now"
+
+
+def test_the_wait_for_an_old_group_is_no_lack_of_groups():
+    fleet = Fleet(1, speed=1.0)
+    fleet.stuck = {1: 200}
+    sampler, source = sampler_of(fleet, staleness=2)
+    assert staleness_of(sampler, source, fleet, iterations=3) == [0, 1, 2], "as long as it can be used"
+    assert not fleet.stuck and sampler.state_dict()["lead"] == P
 
 
 def test_a_reward_that_always_fails_ends_the_run_by_name():

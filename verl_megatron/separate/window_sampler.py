@@ -111,7 +111,7 @@ class WindowSampler(RemoteSampler):
         now = time.perf_counter()
         is_short = self._collected_at > 0 and self._short_s > SHORT * (now - self._collected_at)
         self._collected_at = now
-        is_short = self.world.all_max(torch.tensor(float(is_short))) > 0
+        is_short = bool(self.world.all_max(torch.tensor(float(is_short))) > 0)
         self._lead.adapt(is_short=is_short, left=self._table.num_complete - self._draw.num_prompts)
 
     def _wait_for(self, chosen: Callable[[], list[int] | None]) -> list[int]:

@@ -129,8 +129,9 @@ LIMITS = (
         limit=0.5,
         is_least=True,
         text="the samples count like {value} of their number: their weights are uneven (limit {limit})",
-        remedy="lower async.max_staleness, actor.lr or algorithm.num_mini_batches; without stale samples, "
-        "look at the gap between sampler and trainer",
+        remedy="lower async.max_staleness, actor.lr or algorithm.num_mini_batches; with long responses set "
+        "algorithm.correction_level=token; without stale samples, look at the gap between sampler and "
+        "trainer",
     ),
     Limit(
         name="slow replica",
