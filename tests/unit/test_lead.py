@@ -7,8 +7,16 @@ from statistics import mean
 
 import pytest
 
-from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
-from verl_megatron.separate.lead import GROWTH, MEMORY, SHORT, SPARE, Lead
+from verl_megatron.separate.group_table import (
+    GROWTH,
+    MEMORY,
+    SHORT,
+    SPARE,
+    Arrival,
+    Entry,
+    GroupTable,
+    Lead,
+)
 from verl_megatron.separate.orders import Block
 
 P, TRAINING_S, LOOK_S = 32, 1.0, 0.01

@@ -2,7 +2,7 @@
 
 A group starts only if its samples can still be used (the capacity of AReaL, Fu et al. 2025): with P prompts
 an iteration, v updates done and a staleness of n, at most P · (v + 1 + n) groups have started since the run
-began. Most often fewer do: P · (v + 1) plus a lead from P to P · n, which follows the speeds (`lead.py`). So
+began. Most often fewer do: P · (v + 1) plus a lead from P to P · n, which follows the speeds (`Lead`). So
 samples are only as stale as it takes to keep training busy.
 
 Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n all that
@@ -26,8 +26,7 @@ from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
-from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
-from verl_megatron.separate.lead import SHORT, Lead
+from verl_megatron.separate.group_table import SHORT, Arrival, Entry, GroupTable, Lead
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 

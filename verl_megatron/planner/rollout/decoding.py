@@ -44,10 +44,10 @@ def stream_of(run: PlannedRun, machine: Machine, kv_cache_bytes: float) -> Strea
     """Return seconds of async.buffer=window, where new samples take the places of finished ones.
 
     As many samples run as there is room for, but no more than are ordered while an iteration trains:
-    max_staleness times those of an iteration. The lead (`separate/lead.py`) reaches that where training would
-    wait; elsewhere fewer run, and the rollout is as fast as training. A running sample that is met at random
-    is one of E[L²] / E[L] tokens on average, half of which it has made. With async.partial=continue new
-    weights compute the cache of these tokens again.
+    max_staleness times those of an iteration. The lead (`Lead` of `separate/group_table.py`) reaches that
+    where training would wait; elsewhere fewer run, and the rollout is as fast as training. A running sample
+    that is met at random is one of E[L²] / E[L] tokens on average, half of which it has made. With
+    async.partial=continue new weights compute the cache of these tokens again.
     """
     samples, length = _samples_of_replica(run), run.response_tokens
     at_once = samples_at_once(run, kv_cache_bytes)
