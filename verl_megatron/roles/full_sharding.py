@@ -5,6 +5,7 @@ pass. Embedding, final norm and heads are gathered for the whole pass, as the lo
 after the model's forward pass. Each parameter's rows are divided as `parallel.weights.row_shards` says.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,8 @@ class FullySharded(_BaseDataParallel):
         self.stepped: dict[str, torch.nn.Parameter] = {}  # what the optimizer steps on, by name
         self.ddp_config = DistributedDataParallelConfig()
         self.buffers, self.expert_parallel_buffers = [], []  # DistributedDataParallel's, of which it has none
+        # The loss never changes the output in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         options: dict[str, Any] = dict(
             mesh=DeviceMesh.from_group(groups.dp, device.device().type),
             mp_policy=MixedPrecisionPolicy(
