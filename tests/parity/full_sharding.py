@@ -9,6 +9,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
+from parallel.weights.rules import Head
 from tests.parity.training import CLASSES, FIELDS, LOSSES, LR, experience, full_weights
 from tests.parity.world import check, share_of, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import LossScale
@@ -20,7 +21,7 @@ from verl_megatron.roles.inference import infer_models
 
 COMMON = {"clip_grad": 0.5, "adam_eps": 1e-4, "lr_decay_style": "cosine", "lr_warmup_steps": 1}
 # Head, family, ranks, settings. Three ranks divide few numbers of rows evenly.
-CASES = (
+CASES: tuple[tuple[Head, str, tuple[int, ...], dict], ...] = (
     ("lm", "qwen3", (0, 1), {}),
     ("lm", "qwen2_tied_yarn", (0, 1, 2, 3), {"recompute": "full"}),
     ("token", "llama_tied_llama3", (0, 1, 2), {"recompute": "selective"}),
@@ -60,7 +61,7 @@ def train(engine: Engine, batch: RolloutBatch) -> tuple[list[dict], list[Tensor]
     return history, inferred
 
 
-def make(path: Path, head: str, layout: Layout, **settings) -> Engine:
+def make(path: Path, head: Head, layout: Layout, **settings) -> Engine:
     engine = Engine(
         arch=read_architecture(path),
         folder=str(path),
@@ -79,7 +80,10 @@ def check_full_sharding() -> None:
         path, layout = folder / f"{head}_{family}", Layout.parse("tp1", ranks)
         model = write_once(path, family, CLASSES[head], num_hidden_layers=3)
         batch = experience(model.config.vocab_size)
-        plain, full = make(path, head, layout, **settings), make(path, head, layout, sharding="full", **settings)
+        plain, full = (
+            make(path, head, layout, **settings),
+            make(path, head, layout, sharding="full", **settings),
+        )
         (want, outputs), (got, answers) = train(plain, batch), train(full, batch)
         dtype = plain.compute.dtype
         weights, trained = full_weights(plain), full_weights(full)

@@ -249,7 +249,9 @@ def check_family(folder: Path, family: str, tp: int) -> None:
         into_vllm(engine, vllm, case)
         back_from_vllm(engine, vllm, case)
         if text in ("tp1", "tp4", "pp2vpp2"):
-            check_exported(case, layout, engine, folder / f"{family}_{text}_{len(ranks)}_{ranks[0]}_{config.sharding}")
+            check_exported(
+                case, layout, engine, folder / f"{family}_{text}_{len(ranks)}_{ranks[0]}_{config.sharding}"
+            )
     tokens = greedy(vllm)
     assert tokens == case.tokens and len({tuple(row) for row in tokens}) > 1, (tokens, case.tokens)
     if tp <= 2:

@@ -64,7 +64,9 @@ def check_model(
 
 def _full_sharding_problems(name: str, text: str, layout: Layout) -> list[str]:
     """Return what a layout has that full sharding cannot be combined with."""
-    wrong = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "vpp", "cp") if getattr(layout, axis) > 1]
+    wrong = [
+        f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "vpp", "cp") if getattr(layout, axis) > 1
+    ]
     return [
         f"engine.sharding=full: {name}.layout={text!r} has {' and '.join(wrong)}, and full sharding divides "
         "weights among dp ranks alone; use tp1, or engine.sharding=replicated"

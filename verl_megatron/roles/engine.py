@@ -1,6 +1,5 @@
 """A Megatron-Core model on the ranks of its layout: loading, forward passes, optimizer steps, export."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from verl_megatron.models.heads import trunk
 from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.full_sharding import FullySharded, tensors_of
-from verl_megatron.roles.heads import HEADS, HeadOutputs, Outputs
+from verl_megatron.roles.heads import HEADS, Outputs, finite
 from verl_megatron.roles.inference import infer_models
 from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.optimizer import gathers_late, make_optimizer, wrap_data_parallel
@@ -227,7 +226,7 @@ class Engine:
         if self.config.sharding == "full":
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()  # no memory between the steps
-        sums.max(f"{head.metrics}/grad_norm", _finite(float(grad_norm or 0.0), head))
+        sums.max(f"{head.metrics}/grad_norm", finite(float(grad_norm or 0.0), head))
         self.scattered = gathers_late(self.config, self.layout)
         return sums
 
@@ -393,14 +392,3 @@ class Engine:
         """Compute head outputs [N] of the target tokens from the last chunk's output [1, P, H or 1]."""
         softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
         return HEADS[self.head].compute(output.squeeze(0), model, micro, softmax)
-
-
-def _finite(grad_norm: float, head: HeadOutputs) -> float:
-    """Return the gradient norm, which is the same on all members; ValueError if it is not finite."""
-    if not math.isfinite(grad_norm):
-        raise ValueError(
-            f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
-            "so the run ends, and checkpoints stay as they are;"
-            f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
-        )
-    return grad_norm

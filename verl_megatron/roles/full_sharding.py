@@ -32,10 +32,10 @@ class FullySharded(_BaseDataParallel):
 
     def __init__(self, module: Any, groups: ProcessGroups, dtype: torch.dtype):
         super().__init__(config=module.config, module=module)
+        self.module: Any = module
         self.group, self._described = groups.dp, self._describe(module, groups)
         self.stepped: dict[str, torch.nn.Parameter] = {}  # what the optimizer steps on, by name
         self.ddp_config = DistributedDataParallelConfig()
-        self.buffers, self.expert_parallel_buffers = [], []  # DistributedDataParallel's, of which it has none
         # The loss never changes the output in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         options: dict[str, Any] = dict(
@@ -44,17 +44,17 @@ class FullySharded(_BaseDataParallel):
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
         )
-        marks = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+        # Megatron's attributes of the parameters, which torch does not carry over.
+        self._marks = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         for layer in module.decoder.layers:
             fully_shard(layer, **options, reshard_after_forward=True)
         fully_shard(module, **options, reshard_after_forward=False)
         for part in (*module.decoder.layers, module):
-            # Losses are divided by their global divisor, so gradients are summed; gloo has no other reduction.
+            # Losses are divided by their global divisor, so gradients are summed, which gloo can do, too.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         for name, parameter in module.named_parameters():
-            for mark, value in marks[name].items():
-                setattr(parameter, mark, value)  # Megatron's, which torch does not carry over
+            self._mark(name, parameter)
 
     def _describe(self, module: Any, groups: ProcessGroups) -> dict[str, Described]:
         """Describe the parameters before they are sharded, by name, without keeping their memory."""
@@ -85,9 +85,12 @@ class FullySharded(_BaseDataParallel):
         self.module.float()
         for name, parameter in self.module.named_parameters():
             stepped: Any = torch.nn.Parameter(local(parameter))
-            for mark, value in vars(parameter).items():
-                setattr(stepped, mark, value)
+            self._mark(name, stepped)
             self.stepped[name] = stepped
+
+    def _mark(self, name: str, parameter: Any) -> None:
+        for mark, value in self._marks[name].items():
+            setattr(parameter, mark, value)
 
     def reshard(self) -> None:
         """Free the gathered weights; called after each pass, as the optimizer may change the shards next."""
