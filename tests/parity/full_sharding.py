@@ -22,11 +22,12 @@ from verl_megatron.roles.inference import infer_models
 COMMON = {"clip_grad": 0.5, "adam_eps": 1e-4, "lr_decay_style": "cosine", "lr_warmup_steps": 1}
 # Head, family, ranks, settings. Three ranks divide few numbers of rows evenly.
 CASES: tuple[tuple[Head, str, tuple[int, ...], dict], ...] = (
-    ("lm", "qwen3", (0, 1), {}),
-    ("lm", "qwen2_tied_yarn", (0, 1, 2, 3), {"recompute": "full"}),
-    ("token", "llama_tied_llama3", (0, 1, 2), {"recompute": "selective"}),
-    ("lm", "qwen3", (3,), {}),
-    ("lm", "qwen3", (1, 2), {"dtype": "bfloat16"}),
+    ("lm", "qwen3", (0, 1), {"dtype": "float32"}),
+    ("lm", "qwen2_tied_yarn", (0, 1, 2, 3), {"dtype": "float32", "recompute": "full"}),
+    ("token", "llama_tied_llama3", (0, 1, 2), {"dtype": "float32", "recompute": "selective"}),
+    ("lm", "qwen3", (0,), {"dtype": "float32"}),
+    ("lm", "qwen3", (0, 1), {"dtype": "bfloat16"}),
+    ("lm", "qwen3", (2, 3), {"dtype": "bfloat16", "recompute": "full"}),
 )
 
 
@@ -77,6 +78,8 @@ def check_full_sharding() -> None:
     """Metrics, weights and outputs are those of replicated weights; a rank holds its rows only."""
     folder = shared_folder()
     for head, family, ranks, settings in CASES:
+        if ranks[-1] >= world().size:  # on machines with fewer GPUs
+            continue
         path, layout = folder / f"{head}_{family}", Layout.parse("tp1", ranks)
         model = write_once(path, family, CLASSES[head], num_hidden_layers=3)
         batch = experience(model.config.vocab_size)
@@ -92,8 +95,8 @@ def check_full_sharding() -> None:
             "outputs": max([(a - b).abs().max().item() for a, b in zip(answers, outputs)], default=0),
             "weights": max((trained[name].to(dtype) - weights[name]).abs().max().item() for name in weights),
         }
-        # float32: sums of micro-batches in another order. bfloat16 weights differ by a rounding.
-        limit = 5e-5 if dtype == torch.float32 else 2e-2
+        # float32: sums of micro-batches in another order. bfloat16 weights may differ by a rounding, on GPUs.
+        limit = 5e-5 if dtype == torch.float32 else 5e-2
         check(f"full sharding {head} {family} {ranks} {settings or ''}", limit=limit, **gaps)
         if full.groups.is_member:
             held = sum(tensor.numel() for tensor in full.tensors.values())
