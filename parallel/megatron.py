@@ -129,16 +129,23 @@ def seed(groups: ProcessGroups, value: int) -> None:
     )
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups) -> MegatronOptimizer | None:
+def build_optimizer(
+    config: OptimizerConfig, chunks: list, groups: ProcessGroups, *, divides_weights: bool = False
+) -> MegatronOptimizer | None:
     """Build Megatron's optimizer of a member's model chunks.
 
     Every rank of `groups.world` calls this; non-members get None. Megatron compares parameter groups over
     torch's default group meanwhile, once for dense and once for expert parameters.
+
+    Args:
+        divides_weights: data-parallel ranks step on different parts of the weights, so that the norm of the
+            gradients is summed over all ranks of the layout.
     """
     if not groups.is_member:
         for _ in range(2):
             groups.world.all_gather_object([])
         return None
-    return get_megatron_optimizer(
-        config, chunks, use_gloo_process_groups=False, pg_collection=collection(groups)
-    )
+    view: Any = collection(groups)
+    if divides_weights:
+        view.mp = groups.members.device_group
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=view)

@@ -194,9 +194,11 @@ def _pieces(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple
 def gradients(chunks: Iterable) -> list[Tensor]:
     """Return the gradient buffers of DistributedDataParallel chunks.
 
-    Every bucket and every parameter's main_grad is a view of one of them.
+    Every bucket and every parameter's main_grad is a view of one of them. Chunks that are fully sharded have
+    none: they free their gradients after each step.
     """
-    return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    wrapped = [chunk for chunk in chunks if isinstance(chunk.buffers, list)]
+    return [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
 def optimizer_tensors(optimizer) -> list[Tensor]:

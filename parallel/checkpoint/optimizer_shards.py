@@ -27,18 +27,30 @@ VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
 _PIECE = 2**24  # elements converted to float64 at a time
 
 
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """One parameter of this rank, and Megatron-Core's description of the whole parameter for checkpoints."""
+
+    name: str
+    weight: Tensor  # this rank's copy, or, fully sharded, the rows that it holds and steps on
+    shape: torch.Size  # of the whole parameter
+    sharded: ShardedTensor | ShardedTensorFactory
+    start: int = 0  # first element of `weight` in the flat parameter
+
+
 @dataclass(kw_only=True)
 class OptimizerShard:
     """One parameter of this rank: its sharded description, and the part that the optimizer steps on here."""
 
     name: str
-    weight: Tensor
+    weight: Tensor  # this rank's copy or, fully sharded, its rows
+    shape: torch.Size  # of the whole parameter
     sharded: ShardedTensor | ShardedTensorFactory
     owner: int  # owner's rank within the data-parallel group
     inner: torch.optim.Optimizer | None = None  # None: the part is empty
     value: Tensor | None = None  # what `inner` steps on: elements `start` to `stop` of the flat parameter
     start: int = 0
-    stop: int = 0
+    stop: int = 0  # with a distributed optimizer that of its range, else of what this rank has of the weight
 
     @property
     def replica_id(self) -> tuple[int, ...]:
@@ -56,7 +68,9 @@ class OptimizerShard:
     def put(self, kind: str, whole: Tensor) -> None:
         """Copy this rank's part from the flat parameter [N] float32; for the value, the weight as well."""
         if kind == VALUE:
-            self.weight.copy_(whole.view(self.weight.shape))
+            is_whole = self.weight.shape == self.shape
+            mine = whole if is_whole else whole[self.start : self.stop]
+            self.weight.copy_(mine.view(self.weight.shape))
         if self.value is None or self.inner is None:
             return
         part, state = whole[self.start : self.stop].view(self.value.shape), self.inner.state
@@ -86,32 +100,48 @@ def optimizer_shards(chunks: list, optimizer, groups: ProcessGroups) -> list[Opt
     """Return all parameters of a member's chunks, in the same order on the ranks of a data-parallel group."""
     found, loads = {}, [0] * groups.dp_cp.size()
     for number, chunk in enumerate(chunks):
-        with megatron_globals(groups):
-            described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
-        for name, sharded in described.items():
-            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(
-                sharded.data, torch.nn.Parameter
-            ):
-                owner = loads.index(min(loads))
-                loads[owner] += sharded.data.numel()
-                found[sharded.data] = OptimizerShard(
-                    name=f"{number}.{name}", weight=sharded.data, sharded=sharded, owner=owner
-                )
-    missing = [
-        name
-        for chunk in chunks
-        for name, parameter in chunk.module.named_parameters()
-        if parameter not in found
-    ]
-    assert not missing, f"Megatron-Core describes no checkpoint of {missing}"
+        for one in chunk.row_parts() if is_fully_sharded(chunk) else describe(chunk.module, groups):
+            owner = loads.index(min(loads))
+            loads[owner] += one.shape.numel()
+            found[one.weight] = OptimizerShard(
+                name=f"{number}.{one.name}",
+                weight=one.weight,
+                shape=one.shape,
+                sharded=one.sharded,
+                owner=owner,
+                start=one.start,
+                stop=one.start + one.weight.numel(),
+            )
     for part in _parts(optimizer):
         _add_ranges(part, found)
     return list(found.values())
 
 
-def is_distributed(optimizer) -> bool:
+def describe(module, groups: ProcessGroups) -> list[Described]:
+    """Return all parameters of a Megatron-Core module that holds them whole, in a fixed order."""
+    with megatron_globals(groups):
+        described = module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+    found = {
+        sharded.data: Described(name=name, weight=sharded.data, shape=sharded.data.shape, sharded=sharded)
+        for name, sharded in described.items()
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory)
+        and isinstance(sharded.data, torch.nn.Parameter)
+    }
+    missing = [name for name, parameter in module.named_parameters() if parameter not in found]
+    assert not missing, f"Megatron-Core describes no checkpoint of {missing}"
+    return list(found.values())
+
+
+def is_fully_sharded(chunk) -> bool:
+    """Return whether a chunk's weights are divided among data-parallel ranks; it then has `row_parts`."""
+    return hasattr(chunk, "row_parts")
+
+
+def is_split(chunks: list, optimizer) -> bool:
     """Return whether the data-parallel ranks share the optimizer's state."""
-    return any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    return any(map(is_fully_sharded, chunks)) or any(
+        isinstance(part, DistributedOptimizer) for part in _parts(optimizer)
+    )
 
 
 def _parts(optimizer) -> list:
@@ -134,7 +164,7 @@ def _add_ranges(optimizer, found: dict[Tensor, OptimizerShard]) -> None:
         candidates = (getattr(weight, "main_param", None), weight)
         value = next((value for value in candidates if id(value) in stepped), None)
         if value is not None:
-            shard.inner, shard.value, shard.start, shard.stop = inner, value, 0, weight.numel()
+            shard.inner, shard.value = inner, value
 
 
 # ---- over the ranks of the layout --------------------------------------------------------------------------
@@ -159,7 +189,7 @@ def optimizer_step(shards: list[OptimizerShard], groups: ProcessGroups) -> int:
 
 def gather_whole(shard: OptimizerShard, kind: str, groups: ProcessGroups) -> Tensor:
     """Gather one parameter of a data-parallel group: [N] float32 on its owner rank; undefined elsewhere."""
-    whole = torch.zeros(shard.weight.numel(), dtype=torch.float32, device=shard.weight.device)
+    whole = torch.zeros(shard.shape.numel(), dtype=torch.float32, device=shard.weight.device)
     part = shard.part(kind)
     if part is not None:
         whole[shard.start : shard.stop] = part.detach().flatten()
@@ -172,7 +202,7 @@ def gather_whole(shard: OptimizerShard, kind: str, groups: ProcessGroups) -> Ten
 def broadcast_whole(shard: OptimizerShard, tensor: Tensor | None, groups: ProcessGroups) -> Tensor:
     """Broadcast the owner rank's flattened tensor; returns [N] float32 on the weight's device."""
     if tensor is None:
-        whole = torch.empty(shard.weight.numel(), dtype=torch.float32, device=shard.weight.device)
+        whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.weight.device)
     else:
         whole = tensor.to(shard.weight.device).flatten()
     if groups.dp_cp.size() > 1:
@@ -186,10 +216,10 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
     Each element counts once, whatever the layout. A collective over the layout's ranks; the same result on
     each.
     """
-    is_split = is_distributed(optimizer)
+    is_shared = is_split(chunks, optimizer)
     squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
     for shard in optimizer_shards(chunks, optimizer, groups):
-        is_counted = is_main_replica(shard.replica_id) and (is_split or shard.owner == groups.dp_cp.rank())
+        is_counted = is_main_replica(shard.replica_id) and (is_shared or shard.owner == groups.dp_cp.rank())
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := shard.part(kind)) is not None:
                 # converting all at once to float64 may take gigabytes

@@ -34,7 +34,7 @@ from parallel.checkpoint.optimizer_shards import (
     OptimizerShard,
     broadcast_whole,
     gather_whole,
-    is_distributed,
+    is_split,
     optimizer_shards,
     optimizer_step,
 )
@@ -80,7 +80,7 @@ class HostCopies:
             ValueError: it cannot be pinned.
         """
         shapes = {
-            f"{shard.name}/{kind}": shard.weight.shape
+            f"{shard.name}/{kind}": shard.shape
             for shard in optimizer_shards(chunks, optimizer, groups)
             for kind in (VALUE, *MOMENTS)
             if shard.owner == groups.dp_cp.rank()
@@ -106,19 +106,19 @@ def gather(
     """
     shards = optimizer_shards(chunks, optimizer, groups)
     step = optimizer_step(shards, groups)
-    is_split = groups.dp_cp.size() > 1 and is_distributed(optimizer)
+    is_shared = groups.dp_cp.size() > 1 and is_split(chunks, optimizer)
     tensors = {}
     for shard in shards:
         is_mine = shard.owner == groups.dp_cp.rank()
         for kind in (VALUE, *MOMENTS) if step else (VALUE,):
-            if not (is_mine or is_split):
+            if not (is_mine or is_shared):
                 continue
-            whole = gather_whole(shard, kind, groups) if is_split else shard.part(kind)
+            whole = gather_whole(shard, kind, groups) if is_shared else shard.part(kind)
             if is_mine:
                 if whole is None:  # the parameter never had a gradient
-                    whole = torch.zeros_like(shard.weight, dtype=torch.float32)
+                    whole = torch.zeros(shard.shape, device=shard.weight.device)
                 name = f"{shard.name}/{kind}"
-                tensors[name] = copies.copy(name, whole.detach().view(shard.weight.shape))
+                tensors[name] = copies.copy(name, whole.detach().view(shard.shape))
     return tensors, step
 
 
@@ -239,7 +239,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     kinds = (VALUE, *MOMENTS) if step else (VALUE,)
     mine = [shard for shard in shards if shard.owner == groups.dp_cp.rank()]
     wanted = _describe(
-        mine, {f"{shard.name}/{kind}": torch.empty(shard.weight.shape) for shard in mine for kind in kinds}
+        mine, {f"{shard.name}/{kind}": torch.empty(shard.shape) for shard in mine for kind in kinds}
     )
     merges = dict(wanted)
     apply_factories(wanted)

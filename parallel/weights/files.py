@@ -238,7 +238,7 @@ def load_parameters(
 
 
 def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
-    matrix = tensor.view(tensor.shape[0], -1)
+    matrix = tensor.view(tensor.shape[0], prod(tensor.shape[1:]))
     covered = sum((b.rows[1] - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in parameter.blocks)
     if covered < matrix.numel():
         matrix.zero_()

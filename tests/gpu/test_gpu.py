@@ -54,6 +54,11 @@ def test_transformer_engine_models_load_what_is_converted(tmp_path):
     )
 
 
+@needs(1)
+def test_full_sharding_equals_replicated_weights():
+    assert "all passed" in run_world("tests/parity/training_worker.py", RANKS, "full_sharding", timeout=600)
+
+
 @needs(2)
 def test_training_goes_on_after_memory_was_given_up():
     assert "all passed" in run_world("tests/parity/training_worker.py", RANKS, "offload", timeout=600)

@@ -85,7 +85,7 @@ def bits(engine: Engine) -> list:
 
 
 ALL = (0, 1, 2, 3)
-UNSHARDED = {"distributed_optimizer": False}
+UNSHARDED, FULL = {"distributed_optimizer": False}, {"sharding": "full"}
 CASES = (
     # head, family, saved under (layout, ranks, stage layers, settings), loaded under each of
     ("lm", "qwen2_tied_yarn", ("tp2pp2", ALL, (), {}), [
@@ -93,6 +93,10 @@ CASES = (
     ]),
     ("lm", "qwen3", ("tp2", ALL, (), {}), [
         ("tp2pp2", (0, 2, 1, 3), (), {}), ("cp2tp2sp", ALL, (), {}), ("tp1", (1,), (), UNSHARDED),
+        ("tp1", ALL, (), FULL),
+    ]),
+    ("lm", "qwen3", ("tp1", ALL, (), FULL), [
+        ("tp1", (0, 2, 3), (), FULL), ("tp2", ALL, (), {}), ("tp1", (1,), (), UNSHARDED),
     ]),
     ("lm_token", "qwen2_tied_yarn", ("tp2pp2", ALL, (), {}), [
         ("tp2", (2, 3), (), UNSHARDED), ("pp2vpp2", ALL, (), {}),

@@ -4,7 +4,7 @@ The first argument is vLLM's tensor-parallel size: a process can hold several en
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
 from parallel.reshard.transport import Transport
 from parallel.weights.architecture import read_architecture
-from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.rules import vllm_parameters
 from tests.parity.world import (
     check,
     make_batch,
@@ -61,7 +61,9 @@ LAYOUTS = [
     ("tp2pp2vpp2", (0, 1, 2, 3), ()), ("tp4", (0, 1, 2, 3), ()), ("tp4sp", (3, 1, 2, 0), ()),
     ("pp4", (0, 1, 2, 3), ()), ("pp2", (0, 1, 2, 3), ()), ("cp2tp2", (0, 1, 2, 3), ()),
 ]  # fmt: skip
+FULLY_SHARDED = [("tp1", (0, 1, 2, 3), ()), ("tp1", (1, 2, 3), ()), ("tp1", (2,), ())]
 CONFIG = EngineConfig(tokens_per_micro_batch=64)
+FULL = replace(CONFIG, sharding="full")
 
 
 @dataclass
@@ -80,13 +82,15 @@ class Case:
         return read_architecture(self.template)
 
 
-def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False) -> Engine:
+def make_engine(
+    folder: Path, layout: Layout, *, head="lm", train: bool = False, config: EngineConfig = CONFIG
+) -> Engine:
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
         head=head,
-        options=EngineOptions(config=CONFIG, seed=1),
+        options=EngineOptions(config=config, seed=1),
     )
     if train:  # weights move into the distributed optimizer's buffers, and away from the folder's
         engine.prepare_training(lr=1e-2, total_steps=1)
@@ -158,10 +162,7 @@ def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
 
 
 def shards_of(engine: Engine) -> dict:
-    return {
-        rank: megatron_parameters(engine.arch, engine.layout, rank, spec=engine.compute.spec)
-        for rank in engine.layout.ranks
-    }
+    return dict(engine.weight_source().shards)
 
 
 def held_by(engine: Engine) -> dict:
@@ -241,19 +242,22 @@ def check_family(folder: Path, family: str, tp: int) -> None:
     assert any(not torch.equal(tensor, case.fresh[name]) for name, tensor in vllm.weight_target().items()), (
         "nothing would be seen to move"
     )
-    for text, ranks, stage_layers in LAYOUTS:
+    configs = [(CONFIG, each) for each in LAYOUTS] + [(FULL, each) for each in FULLY_SHARDED]
+    for config, (text, ranks, stage_layers) in configs:
         layout = Layout.parse(text, ranks, stage_layers)
-        engine = make_engine(case.exported, layout)
+        engine = make_engine(case.exported, layout, config=config)
         into_vllm(engine, vllm, case)
         back_from_vllm(engine, vllm, case)
         if text in ("tp1", "tp4", "pp2vpp2"):
-            check_exported(case, layout, engine, folder / f"{family}_{text}_{len(ranks)}_{ranks[0]}")
+            check_exported(
+                case, layout, engine, folder / f"{family}_{text}_{len(ranks)}_{ranks[0]}_{config.sharding}"
+            )
     tokens = greedy(vllm)
     assert tokens == case.tokens and len({tuple(row) for row in tokens}) > 1, (tokens, case.tokens)
     if tp <= 2:
         between_disjoint_ranks(case)
     vllm.close()
-    say(f"{family} tp{tp}: {len(LAYOUTS)} layouts there and back, {sum(map(len, tokens))} greedy tokens")
+    say(f"{family} tp{tp}: {len(configs)} layouts there and back, {sum(map(len, tokens))} greedy tokens")
 
 
 def check_export_is_hugging_face() -> None:

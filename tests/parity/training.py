@@ -4,6 +4,7 @@ Letters: N tokens asked about in a sample.
 """
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ def full_tensors(engine: Engine, tensors: Mapping[tuple[int, str], Tensor]) -> d
         for name, shape in hf_shapes(engine.arch, engine.head).items()
     }
     for parameter, tensor in (pair for part in gathered for pair in part):
-        matrix = tensor.view(tensor.shape[0], -1)
+        matrix = tensor.view(tensor.shape[0], prod(tensor.shape[1:]))
         for block in parameter.blocks:
             height, width = block.rows[1] - block.rows[0], block.cols[1] - block.cols[0]
             full[block.tensor][slice(*block.rows), slice(*block.cols)] = matrix[

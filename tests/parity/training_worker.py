@@ -6,6 +6,7 @@ Letters: N tokens asked about in a sample.
 import sys
 
 from parallel.layout import Layout
+from tests.parity.full_sharding import check_full_sharding
 from tests.parity.pairs import check_pairs
 from tests.parity.plain_training import check_plain
 from tests.parity.shared_prompts import check_shared_prompts
@@ -76,6 +77,7 @@ if __name__ == "__main__":
     run_checks(
         {
             "layouts": check_layouts,
+            "full_sharding": check_full_sharding,
             "plain": check_plain,
             "shared_trunk": check_shared_trunk,
             "shared_prompts": check_shared_prompts,

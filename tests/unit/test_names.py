@@ -148,7 +148,7 @@ def test_each_name_is_answered_with_the_one_here(project, name):
         ({"critic": {"optim": {"lr": 1}}}, "critic.optim.lr of verl is called critic.lr here"),
         ({"num_generations": 8}, "num_generations of TRL is called data.samples_per_prompt here"),
         ({"learning_rate": 1e-5}, "learning_rate of TRL is called actor.lr here (and critic.lr)"),
-        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "is called engine.distributed_optimizer here"),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "is called engine.sharding here"),
         ({"checkpoint_config": {"keep_last_k": 3}}, "of the older interface is called run.keep_last_k here"),
         ({"beta": 0.1}, "beta of TRL is called algorithm.kl_coef here"),
         ({"rollout": {"pace": 1}}, "rollout.pace is no setting"),

@@ -13,10 +13,10 @@ from tests.planned import H200, actor_alone, arch, run_config, run_of
 from tests.scripted_engine import admission_of
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
-from verl_megatron.planner.activations import micro_batches_in_flight
+from verl_megatron.planner.activations import micro_batches_in_flight, training_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import static_bytes
-from verl_megatron.planner.planned_run import PlannedRole
+from verl_megatron.planner.planned_run import PlannedRole, part_elements
 from verl_megatron.planner.reshard.memory import megatron_addresses
 from verl_megatron.planner.rollout.decoding import rollout_seconds, samples_at_once
 from verl_megatron.planner.rollout.serving import cached_tokens, own_rollout_bytes, samples_cached
@@ -79,6 +79,19 @@ def test_states_of_a_learning_model():
         static_bytes(single, single.actor, 0).weights,
         static_bytes(single, single.actor, 0).optimizer,
     ) == (4 * n, 4 * n)
+
+
+def test_full_sharding_divides_all_states():
+    """4 + 4 + 8 bytes a parameter over dp; offloaded or not, gradients are there during updates only."""
+    run = run_of(run_config("tp1", sharding="full"), 4)
+    n, states = run.actor.elements[0], static_bytes(run, run.actor, 0)
+    assert (states.weights, states.gradients, states.optimizer) == (n, n, 2 * n)
+    frozen = replace(run.actor, trainable=False)
+    assert static_bytes(run, frozen, 0).weights == 2 * n / 4
+    whole = run_of(run_config("tp1"), 4)
+    layer = part_elements(run.actor.arch, 1).layer
+    more = training_bytes(run, run.actor, 0) - training_bytes(whole, whole.actor, 0)
+    assert more > 2 * (n - run.actor.arch.num_layers * layer) + 4 * layer
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:

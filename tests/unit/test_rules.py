@@ -10,7 +10,14 @@ import torch
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.rules import hf_shapes, megatron_parameters, padded_vocab, vllm_parameters
+from parallel.weights.row_shards import row_shards
+from parallel.weights.rules import (
+    hf_shapes,
+    megatron_parameters,
+    megatron_shards,
+    padded_vocab,
+    vllm_parameters,
+)
 from tests.tiny import FAMILIES, make_hf
 
 COMMON = dict(hidden_size=16, num_layers=4, intermediate_size=48, norm_eps=1e-6, max_positions=64)
@@ -312,3 +319,33 @@ def test_refuses_what_does_not_split():
     )
     with pytest.raises(ValueError, match="tp=8 must divide the 20 rows"):
         build(narrow, 8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_row_shards_are_the_chunks_of_torch(name, count):
+    """Put together again, a parameter's row shards are the parameter; their shapes are torch's."""
+    layout = Layout(dp=count, ranks=tuple(range(count)))
+    arch = ARCHITECTURES[name]
+    shards = row_shards(megatron_shards(arch, layout, spec="te"), layout)
+    for place, whole in enumerate(megatron_parameters(arch, layout, 0, spec="te")):
+        parts = [shards[rank][place] for rank in layout.ranks]
+        chunks = torch.chunk(torch.zeros(whole.shape), count)
+        sizes = [chunk.shape[0] for chunk in chunks] + [0] * (count - len(chunks))
+        assert [part.shape for part in parts] == [(size, *whole.shape[1:]) for size in sizes]
+        found = torch.zeros(whole.shape[0], dtype=torch.int64)
+        want, top = cells(whole), 0
+        for part in parts:
+            found[top : top + part.shape[0]] = cells(part)
+            top += part.shape[0]
+        assert torch.equal(found, want)
+
+
+def cells(parameter) -> torch.Tensor:
+    """What each row of a parameter is: a number of its tensor and its row there; 0 is padding."""
+    found = torch.zeros(parameter.shape[0], dtype=torch.int64)
+    for block in parameter.blocks:
+        first, last = block.rows
+        key = 1 + sum(block.tensor.encode()) * 10**6
+        found[block.row : block.row + last - first] = key + torch.arange(first, last)
+    return found

@@ -22,6 +22,11 @@ def check_trunk(config: TrainerConfig, needs: Collection[str]) -> list[str]:
         for name in ("layout", "devices", "stage_layers")
         if getattr(critic, name) not in (getattr(defaults, name), getattr(config.actor, name))
     ]
+    if config.engine.sharding == "full":
+        problems.append(
+            "critic.share_trunk=true with engine.sharding=full: the value head's own learning rate is not "
+            "applied to its shards; use a critic of its own, or engine.sharding=replicated"
+        )
     if critic.value_coef == 0:
         problems.append(
             "critic.value_coef=0 with critic.share_trunk=true trains no values; use a value above 0, such as "

@@ -47,6 +47,8 @@ def check_model(
             f"engine.shared_prompts=true: {name}.layout={model.layout!r} cuts samples over cp ranks, and "
             "only whole ones share their prompt; use a layout without cp, or leave it at false"
         )
+    if engine.sharding == "full" and found.layout is not None:
+        found.problems += _full_sharding_problems(name, model.layout, found.layout)
     if model.path:
         try:
             found.arch = read_architecture(model.path)
@@ -58,6 +60,17 @@ def check_model(
             for problem in _check_split(found.arch, found.layout, engine.dtype)
         ]
     return found
+
+
+def _full_sharding_problems(name: str, text: str, layout: Layout) -> list[str]:
+    """Return what a layout has that full sharding cannot be combined with."""
+    wrong = [
+        f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "vpp", "cp") if getattr(layout, axis) > 1
+    ]
+    return [
+        f"engine.sharding=full: {name}.layout={text!r} has {' and '.join(wrong)}, and full sharding divides "
+        "weights among dp ranks alone; use tp1, or engine.sharding=replicated"
+    ] * bool(wrong)
 
 
 def scorer_problems(config: TrainerConfig, world_size: int) -> list[str]:

@@ -55,7 +55,12 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
             f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, "
             "and with rollout.sleep=false it never sleeps; set one of them otherwise"
         )
-    if config.reshard.mode != "keep" and not shares_dtype(config):
+    if config.reshard.mode != "keep" and config.engine.sharding == "full":
+        problems.append(
+            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and with "
+            "engine.sharding=full a rank has only its rows there; use keep, or engine.sharding=replicated"
+        )
+    elif config.reshard.mode != "keep" and not shares_dtype(config):
         problems.append(
             f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, "
             f"and rollout.dtype={rollout.dtype} is not"

@@ -156,6 +156,16 @@ def _check_engine(engine: EngineConfig) -> list[str]:
             "engine.dtype=fp8 with engine.transformer_impl=local: only transformer-engine's layers compute "
             "in fp8; leave engine.transformer_impl at auto"
         )
+    if engine.sharding == "full":
+        problems += [
+            f"engine.{name}={value} with engine.sharding=full: {reason}; {remedy}, or set "
+            "engine.sharding=replicated"
+            for name, value, reason, remedy in (
+                ("dtype", "fp8", "weights are gathered in bfloat16", "use bfloat16"),
+                ("dynamic_batching", True, "its probes are those of replicated weights", "leave it at false"),
+            )
+            if getattr(engine, name) == value
+        ]
     if len(engine.adam_betas) != 2:
         problems.append(
             f"engine.adam_betas={short_repr(list(engine.adam_betas))} must be two numbers, such as [0.9, "

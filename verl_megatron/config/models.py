@@ -82,6 +82,11 @@ class EngineConfig(Section):
         False, "samples of a prompt share its tokens in a micro-batch: it is computed once; no cp"
     )
     distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
+    sharding: str = setting(
+        "replicated",
+        "weights and gradients over the dp ranks: replicated, or full: sharded, gathered layer by layer",
+        choices=("replicated", "full"),
+    )
     lr_decay_style: str = setting(
         "constant",
         "learning-rate schedule after the warm-up",

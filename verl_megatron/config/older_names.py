@@ -67,13 +67,23 @@ def _checkpoints(value: Any) -> dict[str, Any]:
     return {CHECKPOINT[name]: setting for name, setting in value.items()}
 
 
+# What each strategy of PyTorch's FSDP is here. A distributed optimizer shards its state alone.
+FSDP: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"engine.sharding": "full"},
+    "NO_SHARD": {"engine.distributed_optimizer": False},
+}
+
+
 def _fsdp(value: Any) -> dict[str, Any]:
     if value in (None, {}):
         return {}
+    strategy = value.get("sharding_strategy") if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(strategy, str) and strategy in FSDP:
+        return FSDP[strategy]
     raise ValueError(
-        f"fsdp_config={short_repr(value)}: weights are sharded by Megatron-Core, not by FSDP; leave it out: "
-        "engine.distributed_optimizer=True (the default) shards the optimizer over the data-parallel ranks, "
-        "and tp and pp of actor.layout shard weights and gradients"
+        f"fsdp_config={short_repr(value)}: only a sharding_strategy is known, {' or '.join(FSDP)}; write "
+        '{"sharding_strategy": "FULL_SHARD"}, or leave it out: engine.distributed_optimizer=True (the '
+        "default) shards the optimizer's state alone"
     )
 
 
@@ -144,7 +154,7 @@ OLDER_NAMES = {
     ),
     "fsdp_config": OlderName(
         example={"sharding_strategy": "FULL_SHARD"},
-        gives="refused: `engine.distributed_optimizer` shards the optimizer, `actor.layout` the weights",
+        gives="`engine.sharding=full`",
         read=_fsdp,
     ),
     "trust_remote_code": OlderName(
@@ -175,8 +185,8 @@ OLDER: Table = {
         row("batch_size_per_device", "`rollout.max_num_seqs`", "samples that a replica decodes at once"),
         row(
             "fsdp_config.sharding_strategy",
-            "`engine.distributed_optimizer`",
-            "it shards the optimizer; tp and pp of `actor.layout` shard weights",
+            "`engine.sharding`",
+            "`FULL_SHARD` is `full`",
         ),
         row("offload_folder", "`reshard.offload`", "to host memory, not to disks"),
         row("dp_size tp_size pp_size", "`actor.layout`", "such as `tp2pp2dp2`"),

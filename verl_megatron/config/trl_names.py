@@ -159,7 +159,7 @@ TRL: Table = {
         row("run_name", "run.output_dir", "its last part names the run"),
         row("log_completions", "", "validation answers are kept: validation/step_N.jsonl"),
         row("per_device_eval_batch_size", "", "all validation rows are taken at once"),
-        row("deepspeed fsdp fsdp_config", "`actor.layout`, `actor.layout`, `engine.distributed_optimizer`"),
+        row("deepspeed fsdp fsdp_config", "`engine.sharding=full`", "weights, gradients and optimizer"),
         row("use_peft lora_r", "", "all weights are trained"),
         row("trust_remote_code", "", "no code of a model folder is ever run"),
         row("ddp_timeout", "run.stall_timeout_s"),

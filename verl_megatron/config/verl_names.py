@@ -89,8 +89,8 @@ VERL: Table = {
         row("arr.actor.megatron.seed", "run.seed"),
         row(
             "arr.actor.fsdp_config arr.actor.fsdp_config.param_offload",
-            "`engine.distributed_optimizer`",
-            "Megatron-Core only: it shards the optimizer, and tp and pp of `actor.layout` shard weights",
+            "`engine.sharding=full`",
+            "weights, gradients and optimizer; `reshard.offload` takes gradients and moments off the GPU",
         ),
         row("arr.actor.strategy critic.strategy", "", "Megatron-Core only"),
         row("arr.hybrid_engine", "`rollout.devices`", "`false`: ranks that only generate"),

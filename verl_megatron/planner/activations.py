@@ -65,6 +65,7 @@ def training_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
         + layer
         + head_bytes(run, role, stage, backward=True)
         + fp8_weight_bytes(run, role, stage, copies=2)
+        + gathered_bytes(run, role, backward=True)
     )
 
 
@@ -75,7 +76,22 @@ def inference_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
         tokens * layer_elements(role) * run.element_bytes
         + head_bytes(run, role, stage, backward=False)
         + fp8_weight_bytes(run, role, stage, copies=1)
+        + gathered_bytes(run, role, backward=False)
     )
+
+
+def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> float:
+    """Bytes of the weights that a pass of a fully sharded model gathers, and of their gradients.
+
+    Two layers are there at once, and embedding and head all the time. Gradients are those of one layer or of
+    embedding and head, as computed and in float32, as they are reduced.
+    """
+    if run.config.engine.sharding != "full":
+        return 0.0
+    layer = part_elements(role.arch, 1).layer
+    others = sum(role.elements) - sum(role.layers) * layer
+    gradients = (run.element_bytes + 4) * max(layer, others) if backward else 0.0
+    return (2 * layer + others) * run.element_bytes + gradients
 
 
 def fp8_weight_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, copies: int) -> float:

@@ -3,7 +3,8 @@
 A trained model of n parameters on a rank has 2n of weights, 4n of gradients (float32,
 DistributedDataParallel's buffers) and 12n of optimizer state (master weights and two moments, float32). With
 the distributed optimizer the state is divided by dp·cp. In float32 the weights are 4n and serve as their own
-master weights. Frozen models have weights only.
+master weights. Frozen models have weights only. engine.sharding=full divides all by dp: 4n of weights, which
+are the master weights, 4n of gradients and 8n of moments.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ from verl_megatron.planner.activations import (
     training_bytes,
 )
 from verl_megatron.planner.machine import GIB, Machine
-from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, PlannedWorld
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, PlannedWorld, communicators
 from verl_megatron.planner.rollout import serving
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
@@ -118,8 +119,12 @@ class MemoryPlan:
 def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], run.element_bytes == 2
+    is_full = run.config.engine.sharding == "full"
+    count /= role.layout.dp if is_full else 1
     if not role.trainable:
         return StaticBytes(count * run.element_bytes)
+    if is_full:
+        return StaticBytes(4 * count, 4 * count, 0.0, 8 * count)
     replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
     return StaticBytes(
         count * run.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
@@ -136,7 +141,7 @@ class RoleOnRank:
 
 
 def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None = None) -> float:
-    """Sum the bytes of `part` over the models called `names`; None: over all."""
+    """Bytes of `part` over the models called `names`; None: over all."""
     return sum(getattr(model.static, part) for model in models if names is None or model.role.name in names)
 
 
@@ -249,6 +254,8 @@ def _phases(
     config, window = run.config, run.config.reshard.window_mib << 20
     asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
+    if config.engine.sharding == "full":
+        freed["gradients"] = 0.0  # they are there during updates only
     staged = window if config.reshard.mode == "swap" or run.world_size > run.ranks_per_host else 0
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
@@ -314,22 +321,6 @@ _WORK = (
     ("critic_update", ("critic",), training_bytes),
     ("actor_update", ("actor",), training_bytes),
 )
-
-
-def communicators(run: PlannedRun) -> int:
-    """Count the NCCL communicators of a rank: the world's, those of the models' layouts, and vLLM's.
-
-    Models with equal layouts share them (parallel/groups.py).
-    """
-    groups = set()
-    for layout in {role.layout for role in run.roles}:
-        for axes in ("tp", "cp", "dp", "pp", "cp dp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
-            if spanned := tuple(axis for axis in axes.split() if getattr(layout, axis) > 1):
-                groups.add((layout, spanned))
-    vllm = 1 + 2 * (
-        run.config.rollout.tp > 1
-    )  # its world group; for tensor parallelism, PyTorch's and its own
-    return len(groups) + (1 + vllm) * (run.world_size > 1)
 
 
 def _offloaded_to_host(run: PlannedRun, models: list[RoleOnRank]) -> float:

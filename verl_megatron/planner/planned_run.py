@@ -302,3 +302,19 @@ def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRol
         )
     except ValueError as error:
         raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None
+
+
+def communicators(run: PlannedRun) -> int:
+    """Count the NCCL communicators of a rank: the world's, those of the models' layouts, and vLLM's.
+
+    Models with equal layouts share them (parallel/groups.py).
+    """
+    groups = set()
+    for layout in {role.layout for role in run.roles}:
+        for axes in ("tp", "cp", "dp", "pp", "cp dp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
+            if spanned := tuple(axis for axis in axes.split() if getattr(layout, axis) > 1):
+                groups.add((layout, spanned))
+    vllm = 1 + 2 * (
+        run.config.rollout.tp > 1
+    )  # its world group; for tensor parallelism, PyTorch's and its own
+    return len(groups) + (1 + vllm) * (run.world_size > 1)

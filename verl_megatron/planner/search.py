@@ -173,7 +173,8 @@ class _Maker:
     @property
     def modes(self) -> tuple[str, ...]:
         """Reshard modes to try; memory is shared only on the same ranks, and by weights of the same dtype."""
-        return MODES if shares_dtype(self.base) and not is_separate(self.base) else MODES[:1]
+        alike = shares_dtype(self.base) and self.base.engine.sharding != "full"
+        return MODES if alike and not is_separate(self.base) else MODES[:1]
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -311,7 +312,7 @@ def _layouts(
     is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE
     stages = [pp for pp in range(1, min(world, *layers.values()) + 1) if world % pp == 0]
     for tp, pp, cp in product(_tensor_sizes(ranks_per_host), stages, CPS if is_long else (1,)):
-        if world % (tp * pp * cp):
+        if world % (tp * pp * cp) or (base.engine.sharding == "full" and tp * pp * cp > 1):
             continue
         split = {f"{name}.stage_layers": uneven_stages(count, pp) for name, count in layers.items()}
         for vpp in VPPS if pp > 1 and not any(split.values()) else (1,):

@@ -1,6 +1,5 @@
 """A Megatron-Core model on the ranks of its layout: loading, forward passes, optimizer steps, export."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,9 @@ from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
-from parallel.weights.rules import Head, megatron_parameters, megatron_shards
+from parallel.weights.row_shards import row_shards
+from parallel.weights.rules import Head, megatron_shards
+from parallel.weights.shard import Shards
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import CriticConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -27,7 +28,8 @@ from verl_megatron.models.build import Compute, build_chunks, choose_spec
 from verl_megatron.models.heads import trunk
 from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.roles.heads import HEADS, HeadOutputs, Outputs
+from verl_megatron.roles.full_sharding import FullySharded, tensors_of
+from verl_megatron.roles.heads import HEADS, Outputs, finite
 from verl_megatron.roles.inference import infer_models
 from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.optimizer import gathers_late, make_optimizer, wrap_data_parallel
@@ -111,10 +113,10 @@ class Engine:
         megatron.seed(groups, options.seed)
         self.chunks = build_chunks(arch, groups, self.compute, head=head)
         self.model_config: Any = self.chunks[0].config
-        self.parameters = megatron_parameters(
-            arch, self.layout, groups.rank, spec=self.compute.spec, head=head
-        )
-        self.tensors = _tensors_of(self.chunks)
+        self.parameters = self._shards_of(head)[groups.rank]
+        if self.config.sharding == "full":
+            self.chunks = [FullySharded(chunk, groups, self.compute.dtype) for chunk in self.chunks]
+        self.tensors = tensors_of(self.chunks)
         described = {(p.chunk, p.name): p.shape for p in self.parameters}
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         assert described == built, (
@@ -136,7 +138,9 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         width = self.arch.hidden_size
         values = torch.randn(1, width, generator=generator) / (width + 1) ** 0.5
-        self.tensors[len(self.chunks) - 1, "output_layer.weight"].copy_(values)
+        tensor = self.tensors[len(self.chunks) - 1, "output_layer.weight"]
+        if len(tensor):  # fully sharded, only one rank has the row
+            tensor.copy_(values)
 
     def _prepare_value_head(self, critic: CriticConfig) -> None:
         """Apply the settings of the value head and load its weights if they are given; new ones are 0."""
@@ -164,7 +168,7 @@ class Engine:
             return
         self.model_config.grad_scale_func = self.optimizer.scale_loss
         # The distributed optimizer may have moved parameters into its buffers; weight sync reads them there.
-        self.tensors = _tensors_of(self.chunks)
+        self.tensors = tensors_of(self.chunks)
         self.scheduler = make_scheduler(self.optimizer, self.config, lr=lr, total_steps=total_steps)
 
     def train_step(
@@ -219,7 +223,10 @@ class Engine:
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
-        sums.max(f"{head.metrics}/grad_norm", _finite(float(grad_norm or 0.0), head))
+        if self.config.sharding == "full":
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()  # no memory between the steps
+        sums.max(f"{head.metrics}/grad_norm", finite(float(grad_norm or 0.0), head))
         self.scattered = gathers_late(self.config, self.layout)
         return sums
 
@@ -235,10 +242,16 @@ class Engine:
         return WeightSource(
             arch=self.arch,
             tensors=self.tensors if self.groups.is_member else {},
-            shards=megatron_shards(self.arch, self.layout, spec=self.compute.spec),
-            dtype=self.compute.dtype,
+            shards=self._shards_of("lm"),
+            # Fully sharded weights that are trained are float32, their own master weights.
+            dtype=torch.float32 if self.config.sharding == "full" else self.compute.dtype,
             gather=self.gather_weights,
         )
+
+    def _shards_of(self, head: Head) -> Shards:
+        """Return the parameters of every rank of the layout, for a model with this head."""
+        shards = megatron_shards(self.arch, self.layout, spec=self.compute.spec, head=head)
+        return row_shards(shards, self.layout) if self.config.sharding == "full" else shards
 
     # ---- memory --------------------------------------------------------------------------------------------
 
@@ -352,7 +365,7 @@ class Engine:
                 head=head,
                 dtype=self.compute.dtype,
                 tensors=self.tensors,
-                shards=megatron_shards(self.arch, self.layout, spec=self.compute.spec, head=self.head),
+                shards=self._shards_of(self.head),
             ),
             folder,
             template_folder=Path(template),
@@ -379,22 +392,3 @@ class Engine:
         """Compute head outputs [N] of the target tokens from the last chunk's output [1, P, H or 1]."""
         softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
         return HEADS[self.head].compute(output.squeeze(0), model, micro, softmax)
-
-
-def _finite(grad_norm: float, head: HeadOutputs) -> float:
-    """Return the gradient norm, which is the same on all members; ValueError if it is not finite."""
-    if not math.isfinite(grad_norm):
-        raise ValueError(
-            f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
-            "so the run ends, and checkpoints stay as they are;"
-            f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
-        )
-    return grad_norm
-
-
-def _tensors_of(chunks: list) -> dict[tuple[int, str], Tensor]:
-    """Return the parameters of model chunks, which may be wrapped, by chunk and name."""
-    tensors = {}
-    for i, chunk in enumerate(chunks):
-        tensors |= {(i, name): parameter.data for name, parameter in trunk(chunk).named_parameters()}
-    return tensors

@@ -3,6 +3,7 @@
 Letters: T packed tokens, N target tokens, H hidden size.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -60,3 +61,14 @@ HEADS: dict[Head, HeadOutputs] = {
     "sequence": _SCORE,
     "lm_token": _BOTH,
 }
+
+
+def finite(grad_norm: float, head: HeadOutputs) -> float:
+    """Return the gradient norm, which is the same on all members; ValueError if it is not finite."""
+    if not math.isfinite(grad_norm):
+        raise ValueError(
+            f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+            "so the run ends, and checkpoints stay as they are;"
+            f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
+        )
+    return grad_norm

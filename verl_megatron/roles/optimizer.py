@@ -14,6 +14,7 @@ from parallel import megatron
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from verl_megatron.config import EngineConfig
+from verl_megatron.roles.full_sharding import FullySharded, SteppedParameters
 
 
 def gathers_late(config: EngineConfig, layout: Layout) -> bool:
@@ -21,12 +22,17 @@ def gathers_late(config: EngineConfig, layout: Layout) -> bool:
 
     The next forward pass then gathers them layer by layer (overlap_param_gather).
     """
-    return config.distributed_optimizer and layout.dp * layout.cp > 1
+    return config.sharding != "full" and config.distributed_optimizer and layout.dp * layout.cp > 1
 
 
 def wrap_data_parallel(chunks: list[Any], groups: ProcessGroups, config: EngineConfig) -> list[Any]:
     """Wrap the model chunks for data parallelism, with gradient buffers; set the hooks of their schedule."""
     layout, model_config = groups.layout, chunks[0].config
+    if config.sharding == "full":
+        for chunk in chunks:
+            chunk.prepare_training()
+        model_config.finalize_model_grads_func = _hand_over_gradients
+        return chunks
     overlap = layout.dp * layout.cp > 1
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -54,6 +60,12 @@ def wrap_data_parallel(chunks: list[Any], groups: ProcessGroups, config: EngineC
     return wrapped
 
 
+def _hand_over_gradients(chunks: list[FullySharded], num_tokens=None, **_) -> None:
+    """Take the place of Megatron-Core's reductions: torch's FSDP has reduced the gradients."""
+    for chunk in chunks:
+        chunk.hand_over_gradients()
+
+
 def make_optimizer(
     chunks: list[Any],
     groups: ProcessGroups,
@@ -70,6 +82,7 @@ def make_optimizer(
         lr: peak learning rate.
         value_head_lr: that of a value head on the actor's trunk.
     """
+    is_full = config.sharding == "full"
     if value_head_lr is not None:
         _mark_value_head(chunks)
     optimizer_config = OptimizerConfig(
@@ -83,12 +96,15 @@ def make_optimizer(
         adam_beta2=config.adam_betas[1],
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=config.distributed_optimizer,
+        # Fully sharded weights are float32, their own master weights.
+        bf16=dtype == torch.bfloat16 and not is_full,
+        params_dtype=torch.float32 if is_full else dtype,
+        use_distributed_optimizer=config.distributed_optimizer and not is_full,
         overlap_param_gather=gathers_late(config, groups.layout),
     )
-    return megatron.build_optimizer(optimizer_config, chunks, groups)
+    if is_full:
+        chunks = [SteppedParameters(chunk) for chunk in chunks]
+    return megatron.build_optimizer(optimizer_config, chunks, groups, divides_weights=is_full)
 
 
 def _mark_value_head(chunks: list[Any]) -> None:

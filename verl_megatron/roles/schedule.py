@@ -1,16 +1,18 @@
 """Megatron-Core's pipeline schedules over packed micro-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from parallel import megatron
+from parallel import device, megatron
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from verl_megatron.data.batch import RolloutBatch
@@ -18,6 +20,7 @@ from verl_megatron.data.micro_batch import MicroBatch, TokenSplit, pack, to_devi
 from verl_megatron.data.shared_prompts import pack_shared
 from verl_megatron.models.build import Compute, drop_fp8_weights
 from verl_megatron.models.heads import trunk
+from verl_megatron.roles.full_sharding import FullySharded
 
 
 class ScheduledModel(Protocol):
@@ -88,10 +91,13 @@ def run_schedule(
         The results of `on_last_stage` for each micro-batch and engine, on the last stage; empty on others.
     """
     assert forward_only or len(engines) == 1, "one model is trained at a time"
-    if not packed:
-        return []
     first = engines[0]
     layout, groups = first.layout, first.groups
+    idle = _idle_passes(first, len(packed))
+    if not packed and not idle:
+        return []
+    wanted = len(packed) * len(engines)
+    packed = [*packed, *idle]
     work = [(engine, micro) for micro in packed for engine in engines]
     iterators = [iter(work) for _ in first.chunks]
     pipeline = {}
@@ -103,7 +109,7 @@ def run_schedule(
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.megatron_globals(groups):
         answers = run(
-            forward_step_func=partial(_forward_step, first, on_last_stage),
+            forward_step_func=partial(_forward_step, first, _Answer(on_last_stage, idle)),
             data_iterator=iterators if layout.vpp > 1 else iterators[0],
             model=first.chunks if layout.vpp > 1 else first.chunks[0],
             num_microbatches=len(work),
@@ -117,7 +123,36 @@ def run_schedule(
     for chunk in (chunk for engine in engines for chunk in engine.chunks):
         trunk(chunk).set_input_tensor(None)  # free the last received activations and their gradient
         drop_fp8_weights(chunk)  # Megatron rebuilds them in each pass for the first engine only
-    return answers
+        if isinstance(chunk, FullySharded):
+            chunk.reshard()
+    return answers[:wanted]
+
+
+def _idle_passes(engine: ScheduledModel, count: int) -> list[MicroBatch]:
+    """Return micro-batches without results that follow this rank's `count`, if its model is fully sharded.
+
+    Each pass gathers weights from all data-parallel ranks, so all of them have as many.
+    """
+    if not isinstance(engine.chunks[0], FullySharded):
+        return []
+    most = torch.tensor(count, device=device.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.groups.dp)
+    row = RolloutBatch.from_lists([0], [[0]], [[0]])
+    return pack_all(engine, row, [[0]]) * (int(most) - count)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What `run_schedule` calls with the outputs of a micro-batch; those of idle passes have no gradient."""
+
+    on_last_stage: Callable
+    idle: Sequence[MicroBatch]
+
+    def __call__(self, engine: ScheduledModel, outputs: dict[str, Tensor], micro: MicroBatch):
+        if not any(micro is one for one in self.idle):
+            return self.on_last_stage(engine, outputs, micro)
+        total = 0.0 * sum(value.sum() for value in outputs.values())
+        return total, torch.zeros((), dtype=torch.int, device=device.device()), None
 
 
 def _forward_step(
