@@ -27,7 +27,8 @@ from verl_megatron.benchmarks.case import add_model, model_folder, say
 from verl_megatron.config import RolloutConfig
 from verl_megatron.launch.options import Options, add_launcher_options
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm import Colocation, VLLMActor, _sampling_params
+from verl_megatron.rollout.vllm import Colocation, VLLMActor
+from verl_megatron.rollout.vllm_requests import sampling_params
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --tp 2",
@@ -77,7 +78,7 @@ def bare(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
         for request in mine
     ]
     params = [
-        _sampling_params(sampling, seed=request.seed, max_tokens=budget)
+        sampling_params(sampling, seed=request.seed, max_tokens=budget)
         for request, budget in zip(mine, budgets)
     ]
     with actor._guarded():
