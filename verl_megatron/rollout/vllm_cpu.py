@@ -8,7 +8,7 @@ Letters: B samples, N drafted tokens of all, V vocabulary.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,14 @@ def _constrain_drafts():
     rejection_sampler.apply_sampling_constraints = constrain
 
 
+def _tolerate_numba():
+    with contextlib.suppress(ModuleNotFoundError):  # older versions have no such module
+        from vllm.triton_utils import dispatcher
+
+        namespaces: Any = dispatcher
+        namespaces.vars = lambda value: found if isinstance(found := vars(value), Mapping) else {}
+
+
 # Failure without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "keep_weights": (
@@ -77,6 +85,11 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         "drafts are verified at whatever temperature, top-k and top-p the memory holds, as a kernel writes "
         "them into a copy; without drafts top-k fails on no rows",
         _constrain_drafts,
+    ),
+    "tolerate_numba": (
+        "engines do not start once numba is imported, as by the first that drafts: what looks for kernels in all "
+        "modules stumbles over an object whose __dict__ is a function",
+        _tolerate_numba,
     ),
 }
 

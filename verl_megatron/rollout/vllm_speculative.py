@@ -49,8 +49,8 @@ def _scheduler_class() -> type:
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self._drafted = 0
-            self._accepted: dict[str, int] = {}  # by request with a draft
+            self._drafts = self._drafted = self._accepted = 0
+            self._ahead: dict[str, int] = {}  # accepted tokens by the names of requests
 
         def update_draft_token_ids(self, draft_token_ids) -> None:
             super().update_draft_token_ids(draft_token_ids)
@@ -65,8 +65,10 @@ def _scheduler_class() -> type:
                     request.spec_token_ids = request.spec_token_ids[:longest]
 
         def make_spec_decoding_stats(self, *args, num_draft_tokens: int, num_accepted_tokens: int, **kwargs):
-            self._drafted += num_draft_tokens
-            self._accepted[kwargs["request_id"]] = num_accepted_tokens
+            self._drafts, self._drafted = self._drafts + 1, self._drafted + num_draft_tokens
+            self._accepted += num_accepted_tokens
+            name = kwargs["request_id"]
+            self._ahead[name] = self._ahead.get(name, 0) + num_accepted_tokens
             return super().make_spec_decoding_stats(
                 *args,
                 num_draft_tokens=num_draft_tokens,
@@ -74,11 +76,17 @@ def _scheduler_class() -> type:
                 **kwargs,
             )
 
-        def take_drafts(self) -> tuple[int, dict[str, int]]:
-            """Return the drafted tokens since the last call, and the accepted ones by request."""
-            drafted, accepted = self._drafted, self._accepted
-            self._drafted, self._accepted = 0, {}
-            return drafted, accepted
+        def take_drafts(self, samples: Mapping[str, int]) -> Drafts:
+            """Return the drafts since the last call; `samples` are the running ones by their requests."""
+            drafts = Drafts(
+                count=self._drafts,
+                drafted=self._drafted,
+                accepted=self._accepted,
+                ahead={samples[name]: tokens for name, tokens in self._ahead.items() if name in samples},
+            )
+            self._drafts = self._drafted = self._accepted = 0
+            self._ahead = {}
+            return drafts
 
     return DraftScheduler
 
@@ -102,15 +110,7 @@ def read_drafts(scheduler: Any, samples: Mapping[str, int]) -> Drafts | None:
     Args:
         samples: running samples by the names of their requests.
     """
-    if not hasattr(scheduler, "take_drafts"):
-        return None
-    drafted, accepted = scheduler.take_drafts()
-    return Drafts(
-        count=len(accepted),
-        drafted=drafted,
-        accepted=sum(accepted.values()),
-        ahead={samples[name]: tokens for name, tokens in accepted.items() if name in samples},
-    )
+    return scheduler.take_drafts(samples) if hasattr(scheduler, "take_drafts") else None
 
 
 def without_rest(
