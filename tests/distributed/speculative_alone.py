@@ -16,6 +16,7 @@ from tests.one_rank import ONE_RANK
 from verl_megatron.benchmarks.repeating import following, write_repeating
 from verl_megatron.config import RolloutConfig
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed
 from verl_megatron.rollout.stream import Group, GroupStream
 
@@ -133,11 +134,7 @@ def check_logprobs(model, on, prompt: list[int]) -> None:
         sampling = Sampling(**changes, max_tokens=24, ignore_eos=True)
         asked = [replace(request, sampling=sampling) for request in requests(12, prompt)]
         asked[::3] = [replace(request, sampling=GREEDY) for request in asked[::3]]
-        with on.session():
-            for request in asked:
-                on.submit(request)
-            samples = [sample for _ in range(60) for sample in on.step()]
-        assert len(samples) == len(asked)
+        samples = generate(on, asked)
         alike = {tuple(sample.token_ids) for sample in samples if sample.sample_id % 3 == 0}
         assert len(alike) == 1, "greedy samples of a prompt"
         for sample in samples:
