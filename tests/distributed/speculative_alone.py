@@ -6,6 +6,7 @@ Letters: T response tokens, V vocabulary, P prefixes, C cells of a table.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -216,6 +217,18 @@ def check_versions(on) -> None:
             assert token == following(previous, VOCABULARY, step=1 if version == 0 else -1)
 
 
+def check_minimum(on) -> None:
+    """The end-of-sequence token is allowed from the first place on where it is without drafts."""
+    write_repeating(on, chance=0.999999)
+    for length, least in product(range(1, 9), range(9)):
+        if length <= least:
+            continue
+        circle = [n % VOCABULARY for n in range(4 * VOCABULARY + END + 1 - length)]
+        sampling = Sampling(max_tokens=12, min_tokens=least)
+        for sample in on.generate(requests(2, circle), sampling):
+            assert (len(sample.token_ids), sample.finish_reason) == (length, "stop"), (length, least)
+
+
 def write_backwards(on) -> None:
     """As a weight sync does: in place, with samples running, whose cache stays."""
     with torch.no_grad():
@@ -232,6 +245,7 @@ def check_alone(prompts: list[list[int]], prompt: list[int], model) -> None:
     check_distribution(model, on, prompt, 1500)
     check_logprobs(model, on, prompt)
     check_acceptance(on)
+    check_minimum(on)
     check_versions(on)
     on.close()
     limited = actor_of("sharp", config=replace(ON, speculative_max_seqs=2))

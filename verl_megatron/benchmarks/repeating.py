@@ -35,7 +35,9 @@ def write_repeating(actor: VLLMActor, *, chance: float, step: int = 1) -> None:
     """
     weights, vocab_size = actor.weight_target(), actor.vocab_size
     if "lm_head.weight" not in weights:
-        raise ValueError(f"{actor.model_name}: --repeat needs a head of its own, and the embedding is the head")
+        raise ValueError(
+            f"{actor.model_name}: --repeat needs a head of its own, and the embedding is the head"
+        )
     for tensor in weights.values():
         tensor.zero_()
     weights["model.norm.weight"].fill_(1)

@@ -241,8 +241,7 @@ class VLLMActor:
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
         outputs = [
-            partial_output(self._llm.llm_engine.output_processor, str(sample_id))
-            for sample_id in request_ids
+            partial_output(self._llm.llm_engine.output_processor, str(sample_id)) for sample_id in request_ids
         ]
         generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
         self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
