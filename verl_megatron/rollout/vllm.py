@@ -17,12 +17,14 @@ from parallel.weights.remote.models import local_folder
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig, older_settings
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from verl_megatron.rollout import vllm_cpu, vllm_speculative, vllm_weights
+from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, no_larger_than_needed
+from verl_megatron.rollout.vllm_decoding import drafts
+from verl_megatron.rollout.vllm_decoding.requests import generation_of, partial_output, sampling_params
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
@@ -33,7 +35,6 @@ from verl_megatron.rollout.vllm_process import (
     resolve_dtype,
     starting,
 )
-from verl_megatron.rollout.vllm_requests import generation_of, partial_output, sampling_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class VLLMActor:
             )
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
-        options |= vllm_speculative.engine_options(config)
+        options |= drafts.engine_options(config)
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
         groups = groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
         weights = (
@@ -231,7 +232,7 @@ class VLLMActor:
         self._gauge.add(request.sample_id)
 
     def step(self) -> list[Generation]:
-        """Decode a token of every running request, and what is accepted of its draft; return those finished."""
+        """Decode a token or more of every running request; return the requests that finished."""
         return [self._finished(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def read_cache(self) -> CacheReading:
@@ -264,7 +265,7 @@ class VLLMActor:
         generation = generation_of(request, output)
         if not isinstance(output.outputs[0].stop_reason, str) or self.config.speculative == "off":
             return generation
-        return vllm_speculative.without_rest(
+        return drafts.without_rest(
             generation,
             request.sampling,
             decode=self._llm.get_tokenizer().decode,

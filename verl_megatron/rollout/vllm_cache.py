@@ -6,7 +6,8 @@ from math import ceil
 from typing import Any
 
 from verl_megatron.rollout.admission import LOW, CacheReading, KVCache
-from verl_megatron.rollout.vllm_speculative import read_drafts
+from verl_megatron.rollout.vllm_decoding.drafts import read_drafts
+from verl_megatron.rollout.vllm_decoding.requests import internal_id
 
 
 @contextlib.contextmanager
@@ -46,11 +47,6 @@ def cache_of(llm: Any) -> KVCache:
     """Return the size of an engine's KV cache, without the block that vLLM keeps empty."""
     cache = llm.llm_engine.vllm_config.cache_config
     return KVCache(num_blocks=cache.num_gpu_blocks - 1, block_tokens=cache.block_size)
-
-
-def internal_id(processor: Any, request_id: str) -> str:
-    """Return the engine's id of a running request; newer vLLM versions have internal ones."""
-    return getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
 
 
 class CacheGauge:

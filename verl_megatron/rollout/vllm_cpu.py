@@ -87,8 +87,8 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         _constrain_drafts,
     ),
     "tolerate_numba": (
-        "engines do not start once numba is imported, as by the first that drafts: what looks for kernels in all "
-        "modules stumbles over an object whose __dict__ is a function",
+        "engines do not start once numba is imported, as by the first that drafts: the search for kernels in "
+        "all modules stumbles over an object whose __dict__ is a function",
         _tolerate_numba,
     ),
 }

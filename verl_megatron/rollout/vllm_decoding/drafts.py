@@ -57,10 +57,11 @@ def _scheduler_class() -> type:
             for name in draft_token_ids.req_ids:
                 request = self.requests.get(name)
                 if request is not None and request.spec_token_ids:
+                    params: Any = request.sampling_params
                     longest = longest_draft(
                         request.num_output_tokens,
-                        min_tokens=request.sampling_params.min_tokens,
-                        max_tokens=request.max_tokens,
+                        min_tokens=params.min_tokens,
+                        max_tokens=params.max_tokens,
                     )
                     request.spec_token_ids = request.spec_token_ids[:longest]
 

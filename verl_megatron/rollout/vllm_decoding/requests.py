@@ -3,7 +3,6 @@
 from typing import Any
 
 from verl_megatron.rollout.sampling import Generation, Request, Sampling
-from verl_megatron.rollout.vllm_cache import internal_id
 
 
 def sampling_params(sampling: Sampling, *, seed: int, max_tokens: int) -> Any:
@@ -26,6 +25,11 @@ def sampling_params(sampling: Sampling, *, seed: int, max_tokens: int) -> Any:
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def internal_id(processor: Any, request_id: str) -> str:
+    """Return the engine's id of a running request; newer vLLM versions have internal ones."""
+    return getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
 
 
 def partial_output(processor: Any, request_id: str) -> Any:
