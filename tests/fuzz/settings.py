@@ -125,6 +125,8 @@ USELESS = {
     "reward.missing_eos_penalty": ("reward.missing_eos_penalty=1", "rollout.ignore_eos=true"),
     "reward.overlong_penalty": ("reward.overlong_penalty=2",),
     "rollout.dynamic_batching": ("rollout.dynamic_batching=true", "rollout.max_num_seqs=1"),
+    "rollout.speculative_tokens": ("rollout.speculative_tokens=2",),
+    "rollout.speculative_max_seqs": ("rollout.speculative_max_seqs=2", "rollout.speculative=off"),
     "engine.shared_prompts": ("engine.shared_prompts=true", "data.samples_per_prompt=1"),
 }
 

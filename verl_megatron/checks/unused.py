@@ -195,6 +195,12 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
             because="with rollout.max_num_seqs=1",
             remedy="raise max_num_seqs",
         )
+    if config.rollout.speculative == "off":
+        yield Unused(
+            names=("rollout.speculative_tokens", "rollout.speculative_max_seqs"),
+            because="with rollout.speculative=off",
+            remedy="set speculative=ngram",
+        )
     if not reward.overlong_tokens:
         yield Unused(
             names=("reward.overlong_penalty",),

@@ -79,6 +79,18 @@ class RolloutConfig(Section):
     dynamic_batching: bool = setting(
         False, "samples at once follow the use of the KV cache, between 60 and 90 %, up to max_num_seqs"
     )
+    speculative: str = setting(
+        "off",
+        "drafts of tokens that the model verifies, with the same distribution of samples; ngram: what "
+        "followed the last tokens where the sample had them before",
+        choices=("off", "ngram"),
+    )
+    speculative_tokens: int = setting(4, "tokens of a draft at most", within="[1, 64]")
+    speculative_max_seqs: int = setting(
+        16,
+        "samples at once up to which a replica drafts: above, a step takes longer the more it verifies",
+        within="[1, 65536]",
+    )
     gpu_memory_utilization: float = setting(
         0.5,
         "fraction of GPU memory for vLLM's weights and KV cache at most; the cache holds no more than "

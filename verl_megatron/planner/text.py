@@ -130,9 +130,10 @@ def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[s
     generated = run.generated_samples * run.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     both = f", rollout beside the rest; {waiting(time)}" if time.overlaps else ""
+    drafts = "" if run.config.rollout.speculative == "off" else ", without rollout.speculative's drafts"
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases}{both})",
-        f"rollout: {generated:,.0f} tokens/s, {samples_together(run, memory.kv_cache_bytes)};"
+        f"rollout: {generated:,.0f} tokens/s, {samples_together(run, memory.kv_cache_bytes)}{drafts};"
         f" MFU {time.mfu():.1%} ({mfu})",
     ]
 

@@ -7,7 +7,7 @@ Letters: R running samples, K different lengths of finished responses.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ REMEMBERED = 2000  # finished responses whose lengths count
 STARTS = 16  # samples start in groups of at least this part of those at once
 INTERVAL = 8  # decoding steps between adaptations, if no sample finishes
 CONCURRENT, CACHE_USED, PREEMPTED = "rollout/concurrent", "rollout/kv_cache_used", "rollout/preempted"
+DRAFTED = "rollout/draft_fraction"
+ACCEPTANCE_RATE, ACCEPTANCE_LENGTH = "rollout/acceptance_rate", "rollout/acceptance_length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +38,22 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Drafts that the model has verified in a decoding step (`rollout.speculative`)."""
+
+    count: int  # samples with a draft
+    drafted: int  # tokens of these drafts
+    accepted: int  # of these tokens
+    ahead: Mapping[int, int]  # running samples with a draft: their accepted tokens, beyond one a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReading:
-    """Reading of a KV cache after a decoding step."""
+    """Reading of a KV cache, and of the drafts, after a decoding step."""
 
     used: float | None  # share of its blocks that running samples hold; None: the engine does not tell
     preempted: int  # preemptions, since the engine was built, of the samples that have finished
+    drafts: Drafts | None = None  # None: the engine makes none
 
 
 class Admission:
@@ -60,7 +73,8 @@ class Admission:
         self.cache, self.limit, self.adaptive = cache, limit, adaptive
         self.target = limit
         self._lengths: deque[int] = deque(maxlen=REMEMBERED)  # of finished responses, tokens
-        self._started: dict[int, tuple[int, int]] = {}  # running samples: step of the start, prompt tokens
+        # Running samples: step of the start, earlier by the tokens that drafts gave; prompt tokens.
+        self._started: dict[int, tuple[int, int]] = {}
         self._step = 0
         self._prompt = self._longest = 1.0  # tokens: mean prompt, longest possible response
         self._preempted_before = 0
@@ -103,6 +117,8 @@ class Admission:
         self._step += 1
         self._steps, self._in_flight = self._steps + 1, self._in_flight + len(self._started)
         self._preempted = reading.preempted
+        if reading.drafts is not None:
+            self._observe_drafts(reading.drafts)
         for sample in finished:
             del self._started[sample.sample_id]
             self._lengths.append(len(sample.token_ids))
@@ -111,6 +127,14 @@ class Admission:
         self._most_used = max(self._most_used or 0.0, reading.used)
         if self.adaptive and (finished or self._step % INTERVAL == 0):
             self._adapt(reading.used)
+
+    def _observe_drafts(self, drafts: Drafts) -> None:
+        self._speculates = True
+        self._drafts += drafts.count
+        self._drafted, self._accepted = self._drafted + drafts.drafted, self._accepted + drafts.accepted
+        for sample, tokens in drafts.ahead.items():
+            step, prompt = self._started[sample]
+            self._started[sample] = step - tokens, prompt
 
     def _adapt(self, used: float) -> None:
         running = len(self._started)
@@ -131,6 +155,9 @@ class Admission:
     def add_load(self, sums: Sums, *, is_first: bool) -> None:
         """Add the load since the last call: mean samples in flight, highest use of the cache, preemptions.
 
+        With drafts also: the share of the samples of all steps that had one, that of drafted tokens which the
+        model accepted, and the tokens that a step with a draft gave a sample.
+
         Args:
             sums: of an owner rank.
             is_first: whether it is the first of all ranks; preemptions are summed over the replicas.
@@ -141,10 +168,15 @@ class Admission:
             sums.max(CACHE_USED, self._most_used)
         sums.add(PREEMPTED, self._preempted - self._preempted_before, int(is_first))
         self._preempted_before = self._preempted
+        if self._speculates:
+            sums.add(DRAFTED, self._drafts, self._in_flight)
+            sums.add(ACCEPTANCE_RATE, self._accepted, self._drafted)
+            sums.add(ACCEPTANCE_LENGTH, self._accepted + self._drafts, self._drafts)
         self._start_load()
 
     def _start_load(self) -> None:
         self._steps = self._in_flight = 0
+        self._speculates, self._drafts, self._drafted, self._accepted = False, 0, 0, 0
         self._most_used: float | None = None
         self._preempted = self._preempted_before
 

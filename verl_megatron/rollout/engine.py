@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> list[Generation]:
-        """Decode one token of every running request; return the requests that finished."""
+        """Decode a token or more of every running request; return the requests that finished."""
         ...
 
     def read_cache(self) -> CacheReading:

@@ -114,7 +114,7 @@ class GroupStream:
         self._waiting += [_Sample(group=group.number, request=request) for request in group.requests]
 
     def step(self) -> list[FinishedGroup]:
-        """Decode one token of every running sample; return the groups that are complete."""
+        """Decode a token or more of every running sample; return the groups that are complete."""
         self._start()
         if not self._running:
             return []

@@ -22,7 +22,9 @@ from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, internal_id, no_larger_than_needed
+from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, no_larger_than_needed
+from verl_megatron.rollout.vllm_decoding import drafts
+from verl_megatron.rollout.vllm_decoding.requests import generation_of, partial_output, sampling_params
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
@@ -152,6 +154,7 @@ class VLLMActor:
             )
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
+        options |= drafts.engine_options(config)
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
         groups = groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
         weights = (
@@ -222,14 +225,14 @@ class VLLMActor:
         from vllm.inputs import tokens_input
 
         budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
+        params = sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         self._llm.llm_engine.add_request(str(request.sample_id), prompt, params)
         self._running[request.sample_id] = request
         self._gauge.add(request.sample_id)
 
     def step(self) -> list[Generation]:
-        """Decode one token of every running request; return the requests that finished."""
+        """Decode a token or more of every running request; return the requests that finished."""
         return [self._finished(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def read_cache(self) -> CacheReading:
@@ -239,8 +242,7 @@ class VLLMActor:
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
         outputs = [
-            _partial_output(self._llm.llm_engine.output_processor, str(sample_id))
-            for sample_id in request_ids
+            partial_output(self._llm.llm_engine.output_processor, str(sample_id)) for sample_id in request_ids
         ]
         generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
         self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
@@ -248,7 +250,7 @@ class VLLMActor:
 
     def num_generated(self, request_id: int) -> int:
         """Return the tokens that a running request has generated so far."""
-        output = _partial_output(self._llm.llm_engine.output_processor, str(request_id))
+        output = partial_output(self._llm.llm_engine.output_processor, str(request_id))
         return len(output.outputs[0].token_ids)
 
     def _drop(self, request_ids: Sequence[int]) -> None:
@@ -258,16 +260,16 @@ class VLLMActor:
             self._gauge.remove(sample_id)
 
     def _finished(self, output) -> Generation:
-        request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
+        request = self._running.pop(int(output.request_id))
         self._gauge.remove(request.sample_id)
-        logprobs = list(completion.logprobs.logprobs)
-        assert len(logprobs) == len(completion.token_ids)
-        return Generation(
-            request.sample_id,
-            request.prompt_token_ids,
-            list(completion.token_ids),
-            logprobs,
-            completion.finish_reason,
+        generation = generation_of(request, output)
+        if not isinstance(output.outputs[0].stop_reason, str) or self.config.speculative == "off":
+            return generation
+        return drafts.without_rest(
+            generation,
+            request.sampling,
+            decode=self._llm.get_tokenizer().decode,
+            most=self.config.speculative_tokens + 1,
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, **options) -> list[Generation]:
@@ -358,37 +360,6 @@ class VLLMActor:
                 yield
 
 
-def _partial_output(processor, request_id: str):
-    """Return the output of a running request so far."""
-    from vllm.v1.engine import FinishReason
-
-    state = processor.request_states[internal_id(processor, request_id)]
-    return state.make_request_output(
-        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
-    )
-
-
 def _parameters(llm) -> dict[str, Tensor]:
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _sampling_params(sampling: Sampling, *, seed: int, max_tokens: int):
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_tokens=min(sampling.min_tokens, max_tokens),
-        max_tokens=max_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=seed,  # required: without it each rank would draw from its own global generator
-        logprobs=0,  # only of the sampled token
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

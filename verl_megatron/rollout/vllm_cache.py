@@ -1,4 +1,4 @@
-"""Size of a vLLM engine's KV cache, readings of it, and preemptions."""
+"""Size of a vLLM engine's KV cache, readings of it and of its scheduler: preemptions, drafts."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,8 @@ from math import ceil
 from typing import Any
 
 from verl_megatron.rollout.admission import LOW, CacheReading, KVCache
+from verl_megatron.rollout.vllm_decoding.drafts import read_drafts
+from verl_megatron.rollout.vllm_decoding.requests import internal_id
 
 
 @contextlib.contextmanager
@@ -47,11 +49,6 @@ def cache_of(llm: Any) -> KVCache:
     return KVCache(num_blocks=cache.num_gpu_blocks - 1, block_tokens=cache.block_size)
 
 
-def internal_id(processor: Any, request_id: str) -> str:
-    """Return the engine's id of a running request; newer vLLM versions have internal ones."""
-    return getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
-
-
 class CacheGauge:
     """Reads how much of the cache running requests hold, and counts preemptions of requests.
 
@@ -68,6 +65,7 @@ class CacheGauge:
         self._scheduler = getattr(core, "scheduler", None)
         self._manager = getattr(self._scheduler, "kv_cache_manager", None)
         self._requests: dict[int, Any] = {}  # the scheduler's records of running requests, by sample
+        self._samples: dict[str, int] = {}  # by the name of their requests
         self._preempted = 0
         if required and self.read().used is None:
             import vllm
@@ -81,11 +79,17 @@ class CacheGauge:
         """Watch a request that has been submitted."""
         name = internal_id(self._processor, str(sample_id))
         self._requests[sample_id] = getattr(self._scheduler, "requests", {}).get(name)
+        self._samples[name] = sample_id
 
     def remove(self, sample_id: int) -> None:
         """Count the preemptions of a request that has ended."""
-        self._preempted += getattr(self._requests.pop(sample_id), "num_preemptions", 0)
+        request = self._requests.pop(sample_id)
+        self._preempted += getattr(request, "num_preemptions", 0)
+        self._samples.pop(getattr(request, "request_id", ""), None)
 
     def read(self) -> CacheReading:
         """Return the present reading."""
-        return CacheReading(used=getattr(self._manager, "usage", None), preempted=self._preempted)
+        drafts = read_drafts(self._scheduler, self._samples)
+        return CacheReading(
+            used=getattr(self._manager, "usage", None), preempted=self._preempted, drafts=drafts
+        )

@@ -1,15 +1,18 @@
 """Patches and settings that let vLLM's CPU build run inside the trainer's ranks; unused on GPUs.
 
 Each entry of `CPU_PATCHES` states what fails without it; so do the comments of `engine_options`.
+
+Letters: B samples, N drafted tokens of all, V vocabulary.
 """
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 
@@ -31,6 +34,35 @@ def _free_memory_policy():
     operators.init_cpu_memory_env = lambda nodes: None
 
 
+def _constrain_drafts():
+    from vllm.v1.sample import rejection_sampler
+
+    def constrain(logits_NV: Tensor, ends_B: Tensor, sampling: Any) -> Tensor:
+        """Return logits under the sampling parameters of the samples whose drafts end at `ends_B`."""
+        if sampling.all_greedy or not len(logits_NV):
+            return logits_NV
+        drafted_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+
+        def of_token(value_B: Tensor | None) -> Tensor | None:
+            return None if value_B is None else value_B.repeat_interleave(drafted_B)
+
+        temperature_B = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)  # 0: greedy
+        scaled_NV = logits_NV / temperature_B.repeat_interleave(drafted_B)[:, None]
+        return rejection_sampler.apply_top_k_top_p(
+            scaled_NV, of_token(sampling.top_k), of_token(sampling.top_p)
+        )
+
+    rejection_sampler.apply_sampling_constraints = constrain
+
+
+def _tolerate_numba():
+    with contextlib.suppress(ModuleNotFoundError):  # older versions have no such module
+        from vllm.triton_utils import dispatcher
+
+        namespaces: Any = dispatcher
+        namespaces.vars = lambda value: found if isinstance(found := vars(value), Mapping) else {}
+
+
 # Failure without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "keep_weights": (
@@ -48,6 +80,16 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         "memory of the whole process, the trainer's too, is bound to one NUMA node, "
         "with a warning from every rank",
         _free_memory_policy,
+    ),
+    "constrain_drafts": (
+        "drafts are verified at whatever temperature, top-k and top-p the memory holds, as a kernel writes "
+        "them into a copy; without drafts top-k fails on no rows",
+        _constrain_drafts,
+    ),
+    "tolerate_numba": (
+        "engines do not start once numba is imported, as by the first that drafts: the search for kernels in "
+        "all modules stumbles over an object whose __dict__ is a function",
+        _tolerate_numba,
     ),
 }
 
