@@ -9,6 +9,7 @@ from tests.policy_case import LENGTHS, PolicyCase, policy_case, reduced
 from verl_megatron.algorithms.correction import (
     OUTSIDE,
     SAMPLE_SIZE,
+    SHORT_TOKENS,
     WEIGHT,
     WEIGHT_SQUARE,
     add_sample_size,
@@ -142,10 +143,13 @@ def test_no_gap_makes_a_weight_that_is_no_number(mode, level, gap):
         (4, {"old_logprobs": "sampler"}, ("none", "sequence")),
     ],
 )
-def test_auto_depends_on_staleness(staleness, settings, expected):
+def test_auto_depends_on_staleness_and_length(staleness, settings, expected):
     config = TrainerConfig(algorithm=AlgorithmConfig(**settings), async_=AsyncConfig(max_staleness=staleness))
+    config.rollout.max_tokens = SHORT_TOKENS
     found = with_correction(config)
     assert (found.correction, found.correction_level) == expected
+    config.rollout.max_tokens += 1
+    assert with_correction(config).correction_level == settings.get("correction_level", "token")
 
 
 def gradients_of_two_tokens(level: str) -> tuple[torch.Tensor, torch.Tensor]:

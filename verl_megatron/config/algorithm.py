@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
     correction_level: str = setting(
         "auto",
         "ratio of a token, of a sequence, or its geometric mean; auto: sequence if async.max_staleness is "
-        "above 0, else token",
+        "above 0 and responses have at most 128 tokens, else token",
         choices=("auto", *CORRECTION_LEVELS),
     )
     correction_low: float = setting(0.0, "lower bound of the importance weight", within="[0, 1]")
