@@ -23,9 +23,9 @@ from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.observe.metrics import Sums
 
 WEIGHT, WEIGHT_SQUARE = "policy/importance_weight", "policy/importance_weight_square"
-# Longest responses whose weights are those of sequences by default. Between vLLM and Megatron-Core in bfloat16
-# log-probs differ by some 0.04 a token: over n tokens the log ratio has a deviation of 0.04 √n, and the effective
-# sample size is exp(-0.0016 n), 0.8 here.
+# Longest responses whose weights are those of sequences by default. Between vLLM and Megatron-Core in
+# bfloat16 log-probs differ by some 0.04 a token: over n tokens the log ratio has a deviation of 0.04 √n, and
+# the effective sample size is exp(-0.0016 n), 0.8 here.
 SHORT_TOKENS = 128
 OUTSIDE, SAMPLE_SIZE = "policy/correction_fraction", "policy/effective_sample_size"
 
