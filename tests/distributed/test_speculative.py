@@ -10,5 +10,5 @@ def test_speculative_decoding(tmp_path):
     write_tokenizer(tmp_path / "sharp", SHARP_VOCABULARY)
     for nproc in (1, 2):
         assert "all checks of speculative decoding passed" in run_world(
-            "tests/distributed/speculative_worker.py", nproc, tmp_path, timeout=240
+            "tests/distributed/speculative_worker.py", nproc, tmp_path, timeout=400
         )
