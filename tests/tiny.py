@@ -41,6 +41,8 @@ FAMILIES = {
     "qwen3_tied": ("Qwen3", dict(tie_word_embeddings=True, head_dim=16)),
 }
 
+SHARP_VOCABULARY = 12  # few tokens, so that all that may be sampled can be enumerated
+
 # Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...;
 # num_key_value_heads may stay below tp.
 SERVED = {
@@ -87,6 +89,14 @@ def write_hf(folder: Path, family: str, head: str = "ForCausalLM", **settings):
     model = make_hf(family, head, **settings)
     model.save_pretrained(folder)
     return model
+
+
+def write_sharp(folder: Path, *, head_dim: int) -> None:
+    """Save a Llama of a small vocabulary with clear preferences: a small model's text is random otherwise."""
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, num_hidden_layers=2)
+    model = make_hf("llama", seed=1, vocab_size=SHARP_VOCABULARY, **sizes)
+    model.lm_head.weight.data.mul_(3)
+    model.save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.distributed.rollout_alone import hf_logprobs
 from tests.distributed.rollout_engines import actor_of, tokens_of
 from tests.one_rank import ONE_RANK
+from tests.tiny import SHARP_VOCABULARY
 from verl_megatron.benchmarks.repeating import following, write_repeating
 from verl_megatron.config import RolloutConfig
 from verl_megatron.observe.metrics import Sums
@@ -21,7 +22,7 @@ from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed
 from verl_megatron.rollout.stream import Group, GroupStream
 
-VOCABULARY, END = 12, 2
+VOCABULARY, END = SHARP_VOCABULARY, 2
 OFF = RolloutConfig(max_num_seqs=64, kv_cache_mib=32)
 ON = replace(OFF, speculative="ngram", speculative_tokens=3, speculative_max_seqs=64)
 # A right sampler is above it with any seed but one in ten thousand, and the seeds are fixed.
@@ -129,7 +130,7 @@ def check_distribution(model, on, prompt: list[int], count: int) -> None:
 
 
 @torch.no_grad()
-def check_logprobs(model, on, prompt: list[int]) -> None:
+def check_logprobs(model, on, prompt: list[int], *, atol: float = 1e-4) -> None:
     """Log-probs are the model's under the sampling parameters, greedy samples beside others included."""
     for changes in (dict(temperature=0.7), dict(temperature=1.3, top_k=5), dict(temperature=1.0, top_p=0.6)):
         sampling = Sampling(**changes, max_tokens=24, ignore_eos=True)
@@ -141,7 +142,7 @@ def check_logprobs(model, on, prompt: list[int]) -> None:
         for sample in samples:
             given = dict(temperature=1.0) if sample.sample_id % 3 == 0 else changes
             torch.testing.assert_close(
-                torch.tensor(sample.logprobs), hf_logprobs(model, sample, **given), rtol=0, atol=1e-4
+                torch.tensor(sample.logprobs), hf_logprobs(model, sample, **given), rtol=0, atol=atol
             )
 
 
@@ -244,10 +245,15 @@ def check_alone(prompts: list[list[int]], prompt: list[int], model) -> None:
     off.close()
     check_distribution(model, on, prompt, 1500)
     check_logprobs(model, on, prompt)
+    check_circles(on)
+    on.close()
+
+
+def check_circles(on) -> None:
+    """What a text that repeats shows; also of a second engine, which starts when numba is imported."""
     check_acceptance(on)
     check_minimum(on)
     check_versions(on)
-    on.close()
     limited = actor_of("sharp", config=replace(ON, speculative_max_seqs=2))
     check_limit(limited)
     limited.close()

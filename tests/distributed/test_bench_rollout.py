@@ -1,6 +1,7 @@
 """The benchmark of generation on two CPU replicas."""
 
 import csv
+import re
 
 from tests.tiny import write_hf
 from tests.worlds import run_world
@@ -37,3 +38,19 @@ def test_both_ways_generate_as_many_tokens(tmp_path):
         and 6 < int(rows["as a run"]["tokens"]) < 6 * 8
     )  # of unequal lengths
     assert all(float(row["seconds"]) > 0 and 0 <= float(row["apart"]) < 1 for row in rows.values())
+
+
+def test_drafts_are_accepted_where_text_repeats(tmp_path):
+    write_hf(tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+    lengths = ["--rows", 4, "--prompt", 70, "--response", 60, "--repetitions", 1]
+    drafts = ["--speculative", "ngram", "--speculative-tokens", 3, "--repeat", 0.95]
+    run = ["tools/bench/rollout.py", 2, "--hf", tmp_path / "model", *lengths, "--csv", tmp_path / "rows.csv"]
+    output = run_world(*run, *drafts)
+    found = re.search(
+        r"(\S+)% of the samples' steps had a draft, of .* (\S+)% were accepted: (\S+) tokens", output
+    )
+    assert found, output
+    share, accepted, length = map(float, found.groups())
+    assert share > 60 and accepted > 60 and 2.5 < length < 4
+    with (tmp_path / "rows.csv").open() as file:
+        assert {row["speculative"] for row in csv.DictReader(file)} == {"ngram"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tiny import write_sharp
 from tests.worlds import run_world
 from verl_megatron.doctor.finding import Case
 from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus
@@ -39,6 +40,14 @@ def test_log_probabilities_equal_float64():
 def test_shared_prompts_equal_plain_pytorch():
     assert "all checks of shared prompts passed" in run_world(
         "tests/gpu/shared_prompts_check.py", 1, "--only-check", timeout=300
+    )
+
+
+@needs(1)
+def test_drafts_leave_the_distribution_as_it_is(tmp_path):
+    write_sharp(tmp_path / "sharp", head_dim=64)
+    assert "all checks of speculative decoding passed" in run_world(
+        "tests/gpu/speculative_check.py", 1, tmp_path, timeout=600
     )
 
 

@@ -1,4 +1,4 @@
-"""A model whose text goes on in a circle, each token with a given probability.
+"""A model whose text goes round a circle of tokens, each with a given probability; others lead back to it.
 
 Its layers add nothing, so the last hidden state is the token's embedding, of entries 1 and -1. The head's row
 of the following token is that embedding, scaled so that its softmax has the probability.
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from verl_megatron.rollout.vllm import VLLMActor
 
-PERIOD = 64  # tokens of a circle
+PERIOD = 64  # tokens of the circle, the first ones of the vocabulary
 _ROWS = 1024  # written at a time
 
 
 def following(token: int, vocab_size: int, *, step: int = 1) -> int:
-    """Return the token that follows; with `step` -1 the one before."""
-    first = token - token % PERIOD
-    return first + (token - first + step) % min(PERIOD, vocab_size - first)
+    """Return the token that follows; with `step` -1 the one of the circle before."""
+    return (token + step) % min(PERIOD, vocab_size)
 
 
 def write_repeating(actor: VLLMActor, *, chance: float, step: int = 1) -> None:
@@ -46,10 +45,11 @@ def write_repeating(actor: VLLMActor, *, chance: float, step: int = 1) -> None:
     scale = log(chance * (vocab_size - 1) / (1 - chance)) / columns
     own = range(actor.tp_rank * len(head_RC), (actor.tp_rank + 1) * len(head_RC))
     for start in range(0, len(own), _ROWS):
-        rows = [min(row, vocab_size - 1) for row in own[start : start + _ROWS]]  # the last ones are padding
-        before = [following(row, vocab_size, step=-step) for row in rows]
-        embedding_RC[start : start + _ROWS] = _signs(rows, columns, embedding_RC)
-        head_RC[start : start + _ROWS] = scale * _signs(before, columns, head_RC)
+        rows = own[start : start + _ROWS]
+        places = [following(row, vocab_size, step=0) for row in rows]
+        embedding_RC[start : start + _ROWS] = _signs(places, columns, embedding_RC)
+        before = [following(row, vocab_size, step=-step) for row in rows if row < min(PERIOD, vocab_size)]
+        head_RC[start : start + len(before)] = scale * _signs(before, columns, head_RC)
     actor.reset_cache()
 
 
