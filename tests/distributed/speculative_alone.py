@@ -147,12 +147,12 @@ def check_logprobs(model, on, prompt: list[int], *, atol: float = 1e-4) -> None:
 
 
 def check_ends(off, on, prompts: list[list[int]]) -> None:
-    """Greedy samples end where they end without drafts: at stop strings, stop tokens and limits."""
+    """Greedy samples end where they end without drafts: at stop tokens, stop strings and limits."""
     asked = [Request(n, prompt, n) for n, prompt in enumerate(prompts)]
     whole = off.generate(asked, GREEDY)[0].token_ids
     words = [f"w{token}" if token > 2 else ("<pad>", "<s>", "</s>")[token] for token in whole]
     for ends in (
-        *(dict(stop=(" ".join(words[n : n + 2]),)) for n in range(3, 9)),
+        dict(stop=(" ".join(words[4:6]),)),
         dict(stop=(words[3], words[5]), min_tokens=7),
         dict(stop_token_ids=(whole[9],)),
         dict(stop_token_ids=(whole[2], whole[3]), min_tokens=12),
@@ -230,6 +230,19 @@ def check_minimum(on) -> None:
             assert (len(sample.token_ids), sample.finish_reason) == (length, "stop"), (length, least)
 
 
+def check_stop_strings(on) -> None:
+    """A response ends with the token that completes a stop string, wherever in a step that is."""
+    write_repeating(on, chance=0.999999)
+    circle = [n % VOCABULARY for n in range(3 * VOCABULARY + 3)]  # 3 follows
+    for last, least in product(range(4, 12), (0, 4, 9)):
+        stops = Sampling(max_tokens=40, ignore_eos=True, stop=(f"w{last - 1} w{last}",), min_tokens=least)
+        # a pair counts whose second token comes after `least` tokens, perhaps in the next round
+        expected = next(count for count in (last - 2, last - 2 + VOCABULARY) if count > least)
+        for sample in on.generate(requests(2, circle), stops):
+            assert sample.token_ids == [(3 + n) % VOCABULARY for n in range(expected)]
+            assert len(sample.logprobs) == expected and sample.finish_reason == "stop"
+
+
 def write_backwards(on) -> None:
     """As a weight sync does: in place, with samples running, whose cache stays."""
     with torch.no_grad():
@@ -253,6 +266,8 @@ def check_circles(on) -> None:
     """What a text that repeats shows; also of a second engine, which starts when numba is imported."""
     check_acceptance(on)
     check_minimum(on)
+    if on.has_tokenizer:
+        check_stop_strings(on)
     check_versions(on)
     limited = actor_of("sharp", config=replace(ON, speculative_max_seqs=2))
     check_limit(limited)
