@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tiny import write_sharp
+from tests.tiny import write_sharp, write_tokenizer
 from tests.worlds import run_world
 from verl_megatron.doctor.finding import Case
 from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus
@@ -46,6 +46,7 @@ def test_shared_prompts_equal_plain_pytorch():
 @needs(1)
 def test_drafts_leave_the_distribution_as_it_is(tmp_path):
     write_sharp(tmp_path / "sharp", head_dim=64)
+    write_tokenizer(tmp_path / "sharp")
     assert "all checks of speculative decoding passed" in run_world(
         "tests/gpu/speculative_check.py", 1, tmp_path, timeout=600
     )

@@ -143,6 +143,8 @@ def end_of_stop(
 ) -> int:
     """Return the number of tokens that complete a stop string: vLLM looks for one after a whole step.
 
+    Newer versions drop the rest themselves, vLLM 0.26 does not.
+
     Args:
         token_ids: of a response that has a stop string.
         most: tokens that its last step may have made.
