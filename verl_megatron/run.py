@@ -289,7 +289,7 @@ class _Models:
         specs = models_of(config)
         self.engine: RolloutEngine | None = None
         self.sync: WeightSync | None = None
-        if config.rollout.devices:
+        if is_separate(config):
             actor = self._make_role(specs[0])
         else:
             actor = self._make_colocated(specs[0], arch)
