@@ -282,3 +282,14 @@ def num_training_ranks(config: TrainerConfig) -> int:
 def num_rollout_ranks(config: TrainerConfig, world_size: int) -> int:
     """Return how many ranks generate beside, or among, `world_size` training ranks."""
     return len(rollout_devices(config)) or world_size
+
+
+def scores_ahead(config: TrainerConfig) -> bool:
+    """Whether scoring worlds work on the samples of later iterations while training is at an earlier one.
+
+    With a window, it is not known before an iteration which samples are in it; with a greedy sample, which
+    of them are trained on.
+    """
+    has_greedy = "greedy" in get_algorithm(config.algorithm).needs
+    is_known = config.async_.buffer == "in_order" and not has_greedy
+    return is_separate(config) and config.async_.max_staleness > 0 and is_known

@@ -274,16 +274,17 @@ def assert_balanced(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("wrong", "buffer", "found"),
     [
-        ("skipped", f"{WRONG}of no version that was published"),
-        ("stale", f"{WRONG}those of version 0"),
-        ("changed", f"{WRONG}of no version that was published"),
-        ("unsent", "version 1 of the weights equals the one before, though the update had a"),
+        ("skipped", "in_order", f"{WRONG}of no version that was published"),
+        ("stale", "in_order", f"{WRONG}those of version 0"),
+        ("stale", "window", "should be those of version 1 and are those of version 0"),
+        ("changed", "in_order", f"{WRONG}of no version that was published"),
+        ("unsent", "in_order", "version 1 of the weights equals the one before, though the update had a"),
     ],
 )
-def test_wrong_weights_end_the_run_before_samples_are_used(toy, tmp_path, wrong, found):
-    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
+def test_wrong_weights_end_the_run_before_samples_are_used(toy, tmp_path, wrong, buffer, found):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, f"async.buffer={buffer}")
     with started(tmp_path, *settings, "run.validate_interval=0", wrong_weights=wrong) as both:
         ended = both.wait(timeout_s=60)
         assert ended.code and not both.leftovers(), ended.text
