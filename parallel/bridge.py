@@ -44,7 +44,9 @@ QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is not
 
 ROOT = "bridge/"  # before all keys
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
-LEFT = "left"  # before a rank that serves: it has ended well
+LEFT = "left"  # before a rank: it has ended well
+SIGNS = "training"  # before the signs of life of training ranks
+PATIENCE = "patience"  # key among these: number of the ranks, and seconds for which they may be silent
 STARTED, GONE = "started", "gone"  # before a bridge's number: which start has joined; why it was given up
 
 

@@ -1,8 +1,8 @@
-"""Signs of life of a world that serves training, told through the store of its bridge.
+"""Signs of life of the ranks of several worlds, told through the store that they share.
 
 A rank whose process is stopped, or whose host is not reached, neither ends nor works. Each rank therefore
-counts in the store while it runs, on a thread of its own, and the training ranks look at the counts while
-they wait.
+counts in the store while it runs, on a thread of its own. The training ranks look at the counts of the other
+worlds while they wait, and supervisors at those of the training ranks.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ class Pulse:
     """Counts in the store that this process runs, until `stop` or the end of the store.
 
     Args:
-        store: of a bridge.
-        rank: of this process on the bridge.
+        store: of a bridge, or of the signs of training.
+        rank: of this process there.
     """
 
     def __init__(self, store: SealedStore, rank: int):
@@ -43,35 +43,42 @@ class Pulse:
 
 
 class Listener:
-    """Notices which ranks of a bridge have stopped counting.
+    """Notices which ranks have stopped counting.
 
     Only the time in which this process looks counts: it may do other things for long.
 
     Args:
-        ranks: of the bridge.
+        ranks: that count.
         patience_s: seconds without a sign of life; 0: any number of them.
     """
 
-    def __init__(self, store: SealedStore, ranks: Sequence[int], patience_s: float):
-        self._store, self._ranks, self._patience_s = store, ranks, patience_s
+    def __init__(self, ranks: Sequence[int], patience_s: float):
+        self._ranks, self._patience_s = ranks, patience_s
         self._every_s = max(INTERVAL_S, patience_s / 10)
         self._counts = dict.fromkeys(ranks, 0)
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._looked_at = time.monotonic()
 
-    def silent(self) -> dict[int, float]:
+    @property
+    def is_due(self) -> bool:
+        """Whether another look can find something new."""
+        return self._patience_s > 0 and time.monotonic() >= self._looked_at + self._every_s
+
+    def silent(self, store: SealedStore) -> dict[int, float]:
         """Return the ranks that have been silent for too long, and for how many seconds.
+
+        Args:
+            store: where they count.
 
         Raises:
             RuntimeError: the store has ended.
         """
-        now = time.monotonic()
-        since_s = now - self._looked_at
-        if not self._patience_s or since_s < self._every_s:
+        if not self.is_due:
             return {}
-        self._looked_at = now
+        now = time.monotonic()
+        since_s, self._looked_at = now - self._looked_at, now
         for rank in self._ranks:
-            count = self._store.add(_key(rank), 0)
+            count = store.add(_key(rank), 0)
             known_s = self._silent_s[rank] + min(since_s, 2 * self._every_s)
             self._silent_s[rank] = known_s if count == self._counts[rank] else 0.0
             self._counts[rank] = count

@@ -114,9 +114,9 @@ class Run:
         """Stop the reward workers, free the engine and let other worlds end. Collective."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
+        self.engine.close()
         if self.scoring is not None:
             self.scoring.close()
-        self.engine.close()
 
 
 def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: RankSet) -> Run:

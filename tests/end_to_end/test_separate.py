@@ -208,6 +208,20 @@ def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_pa
     assert sum(row["async/dealt_again"] for row in rows) > 0 and len(rows) == 8
 
 
+@pytest.mark.long
+def test_a_stopped_training_world_is_ended_and_resumes(stale, toy, tmp_path):
+    settings = settings_of(toy, tmp_path / "run", *JOB, *STALE, "run.stall_timeout_s=5")
+    with started(tmp_path, *settings, "--max-restarts", "1") as both:
+        wait_for(both, "step 4/6")
+        os.kill(pid_of(both, "train"), signal.SIGSTOP)
+        ended = both.wait(timeout_s=120)
+        assert not ended.code and not both.leftovers(), ended.text
+    assert "the training world gave no sign of life for " in ended.stdout
+    assert "resuming after iteration" in ended.text
+    assert numbers(tmp_path / "run") == numbers(stale)
+    assert_balanced(tmp_path / "run")
+
+
 def test_worlds_that_are_started_by_hand_are_the_same_run(together, toy, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_MEGATRON_BRIDGE", f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("VERL_MEGATRON_TOKEN", "a secret of this run")

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel import pulse
-from parallel.bridge import STARTED, WORLDS
+from parallel.bridge import LEFT, PATIENCE, SIGNS, STARTED, WORLDS
 from parallel.pulse import Listener, Pulse
 from parallel.runtime import store as stores
 from parallel.sealed_store import SealedStore
@@ -27,10 +27,10 @@ def store_of(served: dist.TCPStore) -> SealedStore:
     return SealedStore(client, TOKEN, "bridge/")
 
 
-def looks(listener: Listener, seconds: float) -> dict[int, float]:
+def looks(listener: Listener, store: SealedStore, seconds: float) -> dict[int, float]:
     """What the listener has found after looking for some seconds, or as soon as it finds something."""
     end = time.monotonic() + seconds
-    while not (silent := listener.silent()) and time.monotonic() < end:
+    while not (silent := listener.silent(store)) and time.monotonic() < end:
         time.sleep(0.01)
     return silent
 
@@ -38,21 +38,21 @@ def looks(listener: Listener, seconds: float) -> dict[int, float]:
 def test_a_rank_that_stops_counting_is_found_and_the_others_are_not(served):
     store = store_of(served)
     first, second = Pulse(store, 3), Pulse(store, 4)
-    listener = Listener(store_of(served), (3, 4), 0.4)
-    assert not looks(listener, 1.0)
+    listener = Listener((3, 4), 0.4)
+    assert not looks(listener, store, 1.0)
     second.stop()
-    (found,) = (silent := looks(listener, 5.0))
+    (found,) = (silent := looks(listener, store, 5.0))
     assert found == 4 and 0.5 < silent[4] < 3
     first.stop()
 
 
 def test_only_time_in_which_one_looks_counts(served):
-    listener = Listener(store_of(served), (3,), 0.4)
-    assert not listener.silent()
+    listener, store = Listener((3,), 0.4), store_of(served)
+    assert not listener.silent(store)
     time.sleep(1.0)  # in an update
-    assert not listener.silent()
-    assert looks(listener, 5.0)
-    assert not looks(Listener(store_of(served), (3,), 0), 0.6), "0 waits for ever"
+    assert not listener.silent(store)
+    assert looks(listener, store, 5.0)
+    assert not looks(Listener((3,), 0), store, 0.6), "0 waits for ever"
 
 
 def test_a_supervisor_hears_which_start_was_given_up_and_tells_ends(served):
@@ -74,7 +74,29 @@ def test_a_supervisor_hears_which_start_was_given_up_and_tells_ends(served):
     assert part.get("gone/2") == b"it has ended"
 
 
+def test_a_supervisor_hears_when_all_training_ranks_are_silent(served):
+    lookout, signs = Lookout(f"{stores.LOCAL}:{served.port}", TOKEN), store_of(served).part(SIGNS)
+
+    def silence(seconds: float) -> float:
+        end = time.monotonic() + seconds
+        while not (silent_s := lookout.silence_of_training()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return silent_s
+
+    assert not silence(0.0), "training has not come yet"
+    signs.put(PATIENCE, "2 0.2")
+    first, second = Pulse(signs, 0), Pulse(signs, 1)
+    assert not silence(1.0)
+    first.stop()
+    assert not silence(1.0), "the other notices it"
+    second.stop()
+    assert silence(60.0) > 0.2  # a connection may take a second on a machine at work
+    signs.put(f"{LEFT}/1", "")
+    assert not silence(1.0), "it has ended well"
+
+
 def test_a_supervisor_without_a_training_world_goes_on(served):
     lookout = Lookout(f"{stores.LOCAL}:1", TOKEN)
+    assert not lookout.silence_of_training()
     lookout.tell_end("rollout", 0, "it has ended")
     assert lookout.look("rollout", 0) == Seen()

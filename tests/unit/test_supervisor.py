@@ -110,7 +110,7 @@ def test_notes_are_written_once_and_only_with_the_token():
 class Run:
     """The supervisors of a run's hosts, each in a thread."""
 
-    def __init__(self, folder: Path, devices: str, gpus: int):
+    def __init__(self, folder: Path, devices: str, gpus: int, *, restarts: int = 0):
         self.folder, self.store, self.statuses = folder, dist.HashStore(), {}
         self.asked = {}
         parts = placed(devices, gpus)
@@ -120,7 +120,7 @@ class Run:
                 nnodes=len(hosts),
                 node_rank=host,
                 nproc_per_node=gpus,
-                max_restarts=0,
+                max_restarts=restarts,
                 rdzv_id="job",
                 endpoint=("here", 1),
                 address=f"host{host}",
@@ -167,10 +167,10 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.2)
     monkeypatch.setattr(supervisor, "OTHERS_S", 0.5)
 
-    def begin(devices: str, gpus: int, **scripts: str) -> Run:
+    def begin(devices: str, gpus: int, *, restarts: int = 0, **scripts: str) -> Run:
         for role, text in scripts.items():
             (tmp_path / f"{role}.sh").write_text(text)
-        return Run(tmp_path, devices, gpus)
+        return Run(tmp_path, devices, gpus, restarts=restarts)
 
     return begin
 
@@ -217,6 +217,19 @@ def test_a_world_on_two_hosts_starts_again_on_both(start):
 def test_a_world_that_ends_by_an_error_ends_the_run(start, devices):
     run = start(devices, 1, train=UNTIL_TOLD, rollout="sleep 0.1; exit 5")
     assert set(run.wait().values()) == {5} and not run.log("train"), "nothing is saved: training is ended"
+
+
+@pytest.mark.parametrize(("restarts", "status"), [(1, 0), (0, 137)])
+def test_a_silent_training_world_is_ended_and_starts_again(start, monkeypatch, capfd, restarts, status):
+    """The rank is stopped, and hears nothing; after a restart it is not."""
+    silent = iter([0.0, 7.0])
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.3)
+    monkeypatch.setattr(Lookout, "silence_of_training", lambda self: next(silent, 0.0))
+    train = "echo $2 >>$0.log; [[ $2 == 1 ]] && exit 0; kill -STOP $$"
+    run = start("1", 2, train=train, rollout=UNTIL_KILLED, restarts=restarts)
+    assert run.wait() == {0: status}
+    assert run.log("train") == [["0"], ["1"]][: restarts + 1]
+    assert "the training world gave no sign of life for 7 s" in capfd.readouterr().out
 
 
 def test_an_error_of_training_is_that_of_all_hosts(start):

@@ -1,4 +1,7 @@
-"""What a supervisor sees of the bridges between worlds: it ends a world that training has given up."""
+"""What a supervisor sees of the bridges between worlds.
+
+It ends a world that training has given up, and training if all of its ranks are silent.
+"""
 
 import socket
 from dataclasses import dataclass
@@ -6,7 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.bridge import GONE, ROOT, STARTED, newest
+from parallel.bridge import GONE, LEFT, PATIENCE, ROOT, SIGNS, STARTED, newest
+from parallel.pulse import Listener
 from parallel.sealed_store import SealedStore
 
 TRY_S = 1.0  # for an answer of the training world, which may be starting or ending
@@ -33,6 +37,7 @@ class Lookout:
     def __init__(self, address: str, token: str):
         host, _, port = address.rpartition(":")
         self._place, self._token = (host, int(port)), token
+        self._training: tuple[bytes, Listener] | None = None  # what its ranks have said of themselves
 
     def look(self, name: str, start: int) -> Seen:
         """Return what the store says of a start of a world."""
@@ -42,12 +47,36 @@ class Lookout:
         """Tell training that a start of a world has ended, which it would see when the next one joins."""
         self._ask(name, start, reason)
 
+    def silence_of_training(self) -> float:
+        """Return for how many seconds all training ranks have been silent, if that is too long; else 0.
+
+        One of several that is stopped is noticed by the others. Ranks that have ended well may be silent.
+        """
+        if self._training is not None and not self._training[1].is_due:
+            return 0.0
+        try:
+            signs = self._store().part(SIGNS)
+            if (said := signs.get(PATIENCE)) is None:
+                return 0.0
+            size, patience_s = said.split()
+            if self._training is None or self._training[0] != said:
+                self._training = said, Listener(range(int(size)), float(patience_s))
+            silent = self._training[1].silent(signs)
+            has_left = any(signs.get(f"{LEFT}/{rank}") is not None for rank in silent)
+            return 0.0 if has_left or len(silent) < int(size) else min(silent.values())
+        except (OSError, RuntimeError):  # the store is not served yet, or no longer
+            return 0.0
+
+    def _store(self) -> SealedStore:
+        """Connect to the store, and return it."""
+        socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
+        client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
+        return SealedStore(client, self._token, ROOT)
+
     def _ask(self, name: str, start: int, reason: str) -> Seen:
         """Return what is known of a start of a world; with a reason, it is given up."""
         try:
-            socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
-            client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
-            store = SealedStore(client, self._token, ROOT)
+            store = self._store()
             number, part = newest(store, name), store.part(name)
             if not number or part.get(f"{STARTED}/{number}") != str(start).encode():
                 return Seen()

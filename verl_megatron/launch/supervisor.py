@@ -146,10 +146,12 @@ class _World:
         self._environment = environment | _gpus(part, call) | ({} if part.trains else QUICK)
         self._process: subprocess.Popen | None = None
         self.has_joined, self.given_up_at = False, 0.0  # training; by training
+        self.was_silent = False  # all of training, so that it was ended
 
     def start(self, attempt: int) -> None:
         """Start the ranks, for the first time or again."""
         self.attempt, self.ended_at, self.has_joined, self.given_up_at = attempt, 0.0, False, 0.0
+        self.was_silent = False
         # Signals reach this process alone, which decides what becomes of each world.
         environment = self._environment | {START: str(attempt)}
         self._process = subprocess.Popen(self._command(), env=environment, process_group=0)
@@ -262,7 +264,9 @@ class _Supervisor:
             return world.start(attempt)
         if status is None:
             return
-        if world.part.trains:
+        if world.part.trains and world.was_silent and world.attempt < self._call.max_restarts:
+            self._board.write(f"{name}/{world.attempt + 1}", str(self._call.node_rank))
+        elif world.part.trains:
             if status or world.part.host == world.part.hosts[0]:
                 self._board.write(STATUS, str(status))
         elif _is_fault(status):
@@ -273,13 +277,23 @@ class _Supervisor:
             self._board.write(STATUS, str(status))
 
     def _look_out(self) -> None:
-        """End the worlds that training has given up and that do not end by themselves: they start again."""
+        """End worlds that start again: those given up by training that do not end, and a silent training."""
         now = time.monotonic()
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
         for world in self._worlds:
-            if world.part.trains or world.status() is not None:
+            if world.status() is not None:
+                continue
+            if world.part.trains:
+                if silent_s := self._lookout.silence_of_training():
+                    print(
+                        f"the training world gave no sign of life for {silent_s:.0f} s (stopped, or out of "
+                        "reach) and is ended",
+                        flush=True,
+                    )
+                    world.was_silent = True
+                    world.send(signal.SIGKILL)  # its ranks end with it
                 continue
             seen = self._lookout.look(world.part.name, world.attempt)
             world.has_joined |= seen.has_joined

@@ -7,8 +7,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from parallel.bridge import JOIN_S, POLL_S, Bridge, BridgeLostError, losing, newest, open_store, together
-from parallel.pulse import Listener
+from parallel.bridge import (
+    JOIN_S,
+    LEFT,
+    PATIENCE,
+    POLL_S,
+    SIGNS,
+    Bridge,
+    BridgeLostError,
+    losing,
+    newest,
+    open_store,
+    together,
+)
+from parallel.pulse import Listener, Pulse
 from parallel.rank_set import RankSet
 from verl_megatron.model_specs import ServingWorld
 
@@ -17,6 +29,8 @@ MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without
 
 class Meeting:
     """Where the training world meets the worlds that serve it. Serves the store of the bridges.
+
+    Until `close`, each training rank gives signs of life there.
 
     Args:
         world: all training ranks.
@@ -32,6 +46,16 @@ class Meeting:
         self.store = open_store(world, serves=True, wait=beat)
         self.chores: list[Callable[[], None]] = []  # done by `work`; they do not wait for other ranks
         self._is_at_chores = False
+        self._signs = self.store.part(SIGNS)
+        if world.is_first:
+            self._signs.put(PATIENCE, f"{world.size} {patience_s}")
+        self._pulse = Pulse(self._signs, world.rank)
+
+    def close(self) -> None:
+        """End the signs of life of this rank, which looks at the store no more. Collective."""
+        self._pulse.stop()
+        self._signs.put(f"{LEFT}/{self.world.rank}", "")
+        self.world.barrier()  # the store ends with the first rank
 
     def work(self) -> None:
         """Do the chores; called again and again while this rank waits or computes."""
@@ -109,7 +133,7 @@ class Roster(ABC, Generic[AnyLink]):
         self._meeting.work()
         for place, listener in self._listeners.items():
             with suppress(BridgeLostError), losing("the training world has ended"):
-                if silent := listener.silent():
+                if silent := listener.silent(self.links[place].bridge.store):
                     self._give_up(place, silent)
 
     def _give_up(self, place: int, silent: Mapping[int, float]) -> None:
@@ -141,7 +165,7 @@ class Roster(ABC, Generic[AnyLink]):
                     self.links[place] = link = together(self.world, partial(self._connect, place, number))
                     joined.append(place)
                     ranks = link.bridge.serving_ranks
-                    self._listeners[place] = Listener(link.bridge.store, ranks, self._meeting.patience_s)
+                    self._listeners[place] = Listener(ranks, self._meeting.patience_s)
                 except BridgeLostError:
                     continue  # it ended meanwhile; the next one may come
             if until():

@@ -41,6 +41,11 @@ class ScoringFleet(Roster[ScoringLink]):
             self._asked.append({})
         self.admit(until=lambda: len(self.links) == len(self.worlds))
 
+    def close(self) -> None:
+        """Let all worlds end, those of the rollout before; training meets none any more."""
+        super().close()
+        self._meeting.close()
+
     @property
     def models(self) -> list[str]:
         """Names of all models."""
