@@ -140,6 +140,16 @@ def test_arguments_that_cannot_be_meant(arguments, words, folder):
     assert len(ended.stderr) < 1500
 
 
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
+@pytest.mark.parametrize("path", ["nowhere", "good.yaml", "circle", "a" * 5000])
+def test_what_is_no_folder_of_recipes_is_named_with_its_option(option, path, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    if not os.path.lexists("circle"):
+        os.symlink("circle", "circle")
+    with pytest.raises(ValueError, match=f"^{option} '{path[:9]}.* is no folder of recipes; name one"):
+        settings_of([option, path, "--config-name", "good"])
+
+
 @pytest.mark.parametrize(("text", "words"), BAD_RECIPES, ids=lambda x: str(x)[:20])
 def test_recipes_that_cannot_be_meant(text, words, tmp_path):
     (tmp_path / "recipe.yaml").write_bytes(text)

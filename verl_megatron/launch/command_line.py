@@ -341,18 +341,20 @@ def _recipe_files(known: argparse.Namespace) -> list[Path]:
     """
     if known.config:
         return files_of(own_recipe(known.config))
-    folder = folder_of(known.config_path)
-    more = [Path(known.config_dir)] if known.config_dir else []
-    if missing := [each for each in (folder, *more) if not each.is_dir()]:
-        raise ValueError(f"{short_repr(str(missing[0]))} is no folder of recipes; name one that exists")
+    given = {"--config-path": known.config_path, "--config-dir": known.config_dir}
+    found = {option: folder_of(path) for option, path in given.items()}
+    for option, folder in found.items():
+        if not os.path.isdir(folder):
+            path = given[option] or str(folder)
+            raise ValueError(f"{option} {short_repr(path)} is no folder of recipes; name one that exists")
     if not known.config_name:
         return []
-    folders = list(dict.fromkeys((folder, *more, SHIPPED)))
+    folders = list(dict.fromkeys((*found.values(), SHIPPED)))
     if file := find_recipe(known.config_name, folders):
         return files_of(file, folders)
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    names = sorted(path.stem for path in folders[0].glob("*.yaml"))
     raise ValueError(
-        f"--config-name: {folder} has no recipe {short_repr(known.config_name)}"
+        f"--config-name: {folders[0]} has no recipe {short_repr(known.config_name)}"
         f"{nearest(known.config_name, names)}; it has {', '.join(names) or 'none'}; "
         "--config FILE names a recipe elsewhere"
     )
