@@ -14,6 +14,7 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -362,10 +363,12 @@ def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
     end = time.monotonic() + JOIN_S
     while True:
         try:
+            # torch's client prints a stack if nobody answers
+            socket.create_connection((host, port), TRY_S).close()
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
             store.set_timeout(timedelta(seconds=JOIN_S))
             return store
-        except (dist.DistError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             if time.monotonic() > end:
                 raise ValueError(
                     f"{ADDRESS}={host}:{port}: no training world answers there ({error}); start it"

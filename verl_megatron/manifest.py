@@ -179,7 +179,8 @@ def _is_batch(value: Any) -> bool:
     samples, whole = value["sample_id"].shape, value["generated_ids"].shape
     if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "is_cut", "baselines", "source_id")
+    per_sample = ("sample_id", "group_id", "source_id", "policy_version", "temperature", "rewards", "is_cut")
+    per_sample += ("baselines",)
     shapes = {name: samples if name in per_sample else whole for name in value}
     shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(

@@ -55,6 +55,8 @@ def test_samples_with_every_field_that_a_collection_sets_are_valid():
     batch = RolloutBatch.from_lists([0, 1], [[1], [2, 3]], [[4], [5]], [[-0.5], [-0.25]])
     batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([3, 3])
     batch.rewards, batch.baselines = torch.ones(2), torch.zeros(2)
+    batch.source_id, batch.temperature = torch.tensor([0, 1]), torch.tensor([1.0, 0.8])
+    batch.is_cut, batch.token_versions = torch.tensor([True, False]), torch.full((2, 3), 3)
     part = {
         "made_with": {},
         "batch": batch.tensors(),
