@@ -29,7 +29,7 @@ from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import RewardPool
 
 SETTINGS = {
-    f"{section.name}.{setting.name}"
+    f"{shown(section.name)}.{setting.name}"
     for schema in SCHEMAS.values()
     for section in fields(schema)
     for setting in fields(getattr(schema(), section.name))
