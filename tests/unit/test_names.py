@@ -22,6 +22,7 @@ from verl_megatron.config import (
     name_here,
 )
 from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
+from verl_megatron.config.section import shown
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 from verl_megatron.rewards.callables import spec_of
