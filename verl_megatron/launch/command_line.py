@@ -77,7 +77,7 @@ def run_command(
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
-        if known.role != "train":
+        if known.role not in (None, "train"):
             if serve is None:
                 raise ValueError(f"--role {known.role}: this command has one world; leave it out")
             main = partial(serve, role=known.role)
@@ -138,7 +138,6 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--role",
         type=_role,
-        default="train",
         metavar="ROLE",
         help="the world that these ranks are: train, rollout, rollout:1 of several, or a frozen model",
     )

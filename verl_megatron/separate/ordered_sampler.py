@@ -125,6 +125,7 @@ class OrderedSampler(RemoteSampler):
             sums.merge(Sums.from_state(samples.sums))
         sums.add("async/staleness_mean", self._behind * len(batch), len(batch))
         sums.max("async/staleness_max", self._behind)
+        sums.add("async/staleness_min", self._behind, 1)
         sums.add("async/iterations_in_flight", len(self._collections) + len(self._restored), 1)
         self._add_counts(sums)
         numbers = [samples.batch["sample_id"] for samples in self._received]
