@@ -91,6 +91,7 @@ def test_a_supervisor_hears_when_all_training_ranks_are_silent(served):
     assert not silence(1.0), "the other notices it"
     second.stop()
     assert silence(60.0) > 0.2  # a connection may take a second on a machine at work
+    assert not lookout.silence_of_training(), "others follow"
     signs.put(f"{LEFT}/1", "")
     assert not silence(1.0), "it has ended well"
 

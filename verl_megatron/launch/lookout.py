@@ -51,6 +51,7 @@ class Lookout:
         """Return for how many seconds all training ranks have been silent, if that is too long; else 0.
 
         One of several that is stopped is noticed by the others. Ranks that have ended well may be silent.
+        Once it is told, ranks that follow are listened to.
         """
         if self._training is not None and not self._training[1].is_due:
             return 0.0
@@ -63,7 +64,10 @@ class Lookout:
                 self._training = said, Listener(range(int(size)), float(patience_s))
             silent = self._training[1].silent(signs)
             has_left = any(signs.get(f"{LEFT}/{rank}") is not None for rank in silent)
-            return 0.0 if has_left or len(silent) < int(size) else min(silent.values())
+            if has_left or len(silent) < int(size):
+                return 0.0
+            self._training = None
+            return min(silent.values())
         except (OSError, RuntimeError):  # the store is not served yet, or no longer
             return 0.0
 
