@@ -115,7 +115,9 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     """
     correction, named = correction_of(config), config.algorithm.correction
     if named == "auto":
-        named = f"auto ({correction}, because async.max_staleness={config.async_.max_staleness})"
+        staleness = f"async.max_staleness={config.async_.max_staleness}"
+        because = staleness if config.async_.max_staleness else "rollout.weight_dtype=fp8"
+        named = f"auto ({correction}, because {because})"
     truncated = _truncated(config)
     if correction == "none" or not truncated:
         return []

@@ -119,7 +119,7 @@ def _step_seconds(run: PlannedRun, machine: Machine) -> StepSeconds:
     arch, tp = run.actor.arch, run.config.rollout.tp
     parts, kv_bytes = served_elements(arch, tp), kv_bytes_per_token(run)
     read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
-    read_s = read * run.rollout_element_bytes / machine.copy_rate
+    read_s = (read * run.rollout_element_bytes - run.fp8_saved_bytes) / machine.copy_rate
     product_s = 2 * read / machine.layer_flops * slowdown(run.rollout_element_bytes)
     reduce_s = 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
     # without CUDA graphs
