@@ -85,8 +85,7 @@ class VersionedReshard:
                 parameters may still be on GPUs. Slices are verified between snapshot and back buffer.
             keep: called in the background with each version and its snapshot, which is empty on a rank that
                 the plan does not read, once it has been transferred.
-            staged: parameters that the destination holds in another form; `adopt()` converts them out of the
-                back buffer.
+            staged: parameters in another form; `adopt()` converts them out of the back buffer.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.

@@ -2,10 +2,11 @@
 
 python -m torch.distributed.run --nproc-per-node 1 tests/distributed/fp8_weights_worker.py FOLDER
 
-FOLDER has the models a and b, which the test writes.
+On a GPU also with CUDA graphs, vLLM's own kernel and sleep.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_shards, vllm_parameters
 from tests.distributed.reshard_worker import filled
+from tests.tiny import write_hf
 from verl_megatron.config import ReshardConfig, RolloutConfig
 from verl_megatron.rollout.sampling import Generation, Request, Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
@@ -31,11 +33,14 @@ CONFIG = RolloutConfig(
 )
 REQUESTS = [Request(i, [1, *range(3 + 5 * i, 10 + 6 * i)], i) for i in range(6)]
 GREEDY = Sampling(temperature=0, max_tokens=16, ignore_eos=True)
+SIZES = dict(
+    hidden_size=256, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2
+)
 folder = Path(sys.argv[-1])
 
 
-def actor_of(name: str, **options) -> VLLMActor:
-    return VLLMActor(folder / name, config=CONFIG, max_model_len=128, **options)
+def actor_of(name: str, *, config: RolloutConfig = CONFIG, **options) -> VLLMActor:
+    return VLLMActor(folder / name, config=config, max_model_len=128, **options)
 
 
 def weights_of(actor: VLLMActor) -> dict[str, Tensor]:
@@ -95,7 +100,9 @@ def trained_weights(name: str) -> dict[tuple[int, str], Tensor]:
 
 
 def main() -> None:
-    loaded = actor_of("a")
+    for seed, name in enumerate("ab"):
+        write_hf(folder / name, "qwen2", seed=seed, **SIZES)
+    loaded = actor_of("a", config=replace(CONFIG, sleep=False))  # vLLM lets one engine of a process sleep
     vllms, expected = weights_of(loaded), loaded.generate(REQUESTS, GREEDY)
     loaded.close()
     assert sum(tensor.dtype == torch.uint8 for tensor in vllms.values()) == 8  # four of each layer

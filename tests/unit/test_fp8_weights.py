@@ -1,5 +1,8 @@
 """fp8 weights against rounding to the nearest of all fp8 numbers, and what is refused."""
 
+from dataclasses import replace
+from math import prod
+
 import pytest
 import torch
 
@@ -7,7 +10,17 @@ from parallel.layout import Layout
 from parallel.reshard.plan import compile_plan
 from parallel.reshard.staged import groups_of, part_of
 from parallel.weights.rules import megatron_shards, vllm_parameters, vllm_shards
+from tests.job_files import write_job
+from tests.planned import H200, run_config, run_of
 from tests.tiny import tiny_architecture
+from tests.unit.test_checks import good
+from verl_megatron.algorithms.correction import correction_of
+from verl_megatron.checks import rollout as checks
+from verl_megatron.checks.settings import check_config
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner.rollout.decoding import rollout_seconds
+from verl_megatron.planner.rollout.serving import arriving_bytes, own_rollout_bytes
+from verl_megatron.planner.weight_sync import reshard_seconds
 from verl_megatron.rollout.vllm_weights import fp8
 from verl_megatron.rollout.vllm_weights.fp8 import (
     FP8,
@@ -125,3 +138,48 @@ def test_the_parts_of_a_plan_are_the_plan(peer_memory):
 
 def test_weights_know_their_bytes():
     assert Fp8Weight(torch.zeros(16, 32).to(FP8), torch.zeros(16, 1)).nbytes == 16 * 32 + 4 * 16
+
+
+def test_settings_that_contradict_fp8_weights_are_refused(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    fp8 = dict(rollout__weight_dtype="fp8", rollout__dtype="bfloat16")
+    assert check_config(good(tmp_path, **fp8), world_size=4) == []
+    for changes, words in (
+        (dict(reshard__mode="swap"), ["reshard.mode=swap", "use reshard.mode=keep, or weight_dtype=auto"]),
+        (dict(rollout__dtype="float32"), ["vLLM's are float32; set rollout.dtype=bfloat16"]),
+        (dict(rollout__top_p=0.9), ["auto (truncate, because rollout.weight_dtype=fp8)", "top_p=0.9"]),
+    ):
+        said = "; ".join(check_config(good(tmp_path, **fp8 | changes), world_size=4))
+        assert all(word in said for word in words), said
+    monkeypatch.setattr(checks, "installed", {"vllm": "0.25.1"}.get)
+    (problem,) = check_config(good(tmp_path, **fp8), world_size=4)
+    assert "needs vllm 0.26 or later, and 0.25.1 is installed" in problem
+
+
+def test_the_gap_of_fp8_weights_is_corrected_unless_asked_otherwise():
+    config = TrainerConfig()
+    found = {}
+    for config.algorithm.correction in ("auto", "none", "mask"):
+        for config.rollout.weight_dtype in ("auto", "fp8"):
+            found[config.algorithm.correction, config.rollout.weight_dtype] = correction_of(config)
+    assert found["auto", "fp8"] == "truncate" and found["auto", "auto"] == "none"
+    assert found["none", "fp8"] == "none" and found["mask", "fp8"] == "mask"
+    config.algorithm.correction, config.algorithm.old_logprobs = "auto", "sampler"
+    assert correction_of(config) == "none"
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_plans_count_bytes_weight_by_weight_and_read_less(tp):
+    """1 byte an element of linear layers and 4 a channel; 2 bytes an element of the rest."""
+    config = run_config("tp4", rollout=tp)
+    plain = run_of(config, 4)
+    fp8 = run_of(replace(config, rollout=replace(config.rollout, weight_dtype="fp8")), 4)
+    expected = 0
+    for each in vllm_parameters(plain.actor.arch, tp, 0):
+        is_fp8 = "_proj.weight" in each.name
+        expected += prod(each.shape) * (1 if is_fp8 else 2) + 4 * each.shape[0] * is_fp8
+    assert own_rollout_bytes(fp8, 0) == expected
+    assert arriving_bytes(fp8) == own_rollout_bytes(plain, 0)
+    cache = 10 * 2**30
+    assert rollout_seconds(fp8, H200, cache) < 0.9 * rollout_seconds(plain, H200, cache)
+    assert reshard_seconds(fp8, H200) > 0
