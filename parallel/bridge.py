@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def given_address() -> tuple[str, int]:
         if not os.environ.get(name):
             raise ValueError(
                 f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
-                "with verl-megatron train, or give all the same address (HOST:PORT) and token"
+                "with verl-megatron train without --role, or give all the same address (HOST:PORT) and token"
             )
     host, _, port = os.environ[ADDRESS].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
@@ -266,6 +266,10 @@ class Bridge:
             self.pause()
 
     # ---- values in the store
+
+    def beside(self) -> "Bridge":
+        """Return this end over connections of its own, whose calls another thread's do not hold up."""
+        return replace(self, root=self.root.clone(), store=self.store.clone())
 
     def put(self, key: str, value: bytes | str) -> None:
         """Set a key.

@@ -15,7 +15,7 @@ from tests.end_to_end.conftest import TRAIN, settings_of
 from tests.end_to_end.launch import MARK, Ended, Started, run
 from tests.end_to_end.measured import learned
 from tests.end_to_end.test_signals import listening
-from tests.worlds import ROOT, environment_of_ranks
+from tests.worlds import ROOT, environment_of_ranks, free_port
 from verl_megatron.observe.timeline import Timeline
 from verl_megatron.observe.tracking import read_metrics
 
@@ -208,6 +208,21 @@ def test_a_world_with_a_stopped_rank_is_named_and_its_work_dealt_out(toy, tmp_pa
     assert sum(row["async/dealt_again"] for row in rows) > 0 and len(rows) == 8
 
 
+def test_worlds_that_are_started_by_hand_are_the_same_run(together, toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_MEGATRON_BRIDGE", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("VERL_MEGATRON_TOKEN", "a secret of this run")
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
+    (tmp_path / "rollout").mkdir()
+    with (
+        started(tmp_path, *settings, "--role", "train") as training,
+        started(tmp_path / "rollout", *settings, "--role", "rollout") as rollout,
+    ):
+        for world in (training, rollout):
+            ended = world.wait(timeout_s=120)
+            assert not ended.code and not world.leftovers(), ended.text
+    assert numbers(tmp_path / "run", but="async/") == numbers(together)
+
+
 def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it(together, toy, tmp_path):
     settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
     with started(tmp_path, *settings) as both:
@@ -259,16 +274,17 @@ def assert_balanced(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("wrong", "buffer", "found"),
     [
-        ("skipped", f"{WRONG}of no version that was published"),
-        ("stale", f"{WRONG}those of version 0"),
-        ("changed", f"{WRONG}of no version that was published"),
-        ("unsent", "version 1 of the weights equals the one before, though the update had a"),
+        ("skipped", "in_order", f"{WRONG}of no version that was published"),
+        ("stale", "in_order", f"{WRONG}those of version 0"),
+        ("stale", "window", "should be those of version 1 and are those of version 0"),
+        ("changed", "in_order", f"{WRONG}of no version that was published"),
+        ("unsent", "in_order", "version 1 of the weights equals the one before, though the update had a"),
     ],
 )
-def test_wrong_weights_end_the_run_before_samples_are_used(toy, tmp_path, wrong, found):
-    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
+def test_wrong_weights_end_the_run_before_samples_are_used(toy, tmp_path, wrong, buffer, found):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, f"async.buffer={buffer}")
     with started(tmp_path, *settings, "run.validate_interval=0", wrong_weights=wrong) as both:
         ended = both.wait(timeout_s=60)
         assert ended.code and not both.leftovers(), ended.text
