@@ -147,7 +147,6 @@ def simulated(lengths, training, *, staleness, interval=1, at_once=100, samples_
     found = pipeline(
         decoding,
         lengths,
-        groups=len(lengths) // samples_per_prompt,
         training_s=training,
         staleness=staleness,
         interval=interval,

@@ -29,9 +29,9 @@ from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, batch_of
 from verl_megatron.separate.fleet import Fleet
-from verl_megatron.separate.group_table import SHORT, Arrival, Entry, GroupTable, Lead
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
+from verl_megatron.separate.window.group_table import SHORT, Arrival, Entry, GroupTable, Lead
 
 WAIT_S = 0.01  # between two questions for samples
 
@@ -171,9 +171,8 @@ class WindowSampler(RemoteSampler):
             sums.add("async/staleness_mean", behind_N.sum(), len(behind_N))
             for versions_T, mask_T in zip(batch.token_versions, batch.response_mask):
                 sums.add("async/versions_per_sample", len(versions_T[mask_T].unique()), 1)
-        oldest, latest = (
-            least(arrival.versions[end] for arrival in self._arrivals) for end, least in enumerate((min, max))
-        )
+        oldest = min(arrival.versions[0] for arrival in self._arrivals)
+        latest = max(arrival.versions[1] for arrival in self._arrivals)
         sums.max("async/staleness_max", newest - oldest // self._interval)
         sums.add("async/staleness_min", newest - latest // self._interval, 1)
         sums.add("async/groups_in_flight", len(self._table.training), 1)
