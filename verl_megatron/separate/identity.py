@@ -76,10 +76,8 @@ class ServedWeights:
         self._arrived = Fingerprint(slices.transfers, arrived, bridge.serving_ranks)
         device = converted[0].device if converted else torch.device("cpu")
         self._converted = Checksums(converted, device=device)
-        self._adopted = (
-            torch.zeros(0),
-            torch.zeros(0),
-        )  # checksums after adoption; fingerprint of what arrived
+        none = torch.zeros(0, dtype=torch.int64)
+        self._adopted = none, none  # checksums of what was made of the last version, and what arrived of it
         self._place = list(bridge.serving_ranks).index(bridge.rank)
         self._published: dict[int, tuple[int, int]] = {}  # version and fingerprint by sync
 
