@@ -239,6 +239,18 @@ def test_the_order_of_defaults_is_that_of_their_settings(tmp_path):
     assert run == {"iterations": 4, "seed": 3, "save_interval": 1}
 
 
+def test_lists_and_mappings_of_other_recipes_are_replaced_by_each_other(tmp_path):
+    (tmp_path / "base.yaml").write_text("reward: {function: {a: match, b: exact}}\nrollout: {stop: [a, b]}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [base]\nreward: {function: [match]}\nrollout: {stop: [c]}\n"
+    )
+    given = ["--config", str(tmp_path / "own.yaml")]
+    settings = settings_of(given)[1]
+    assert settings == {"reward": {"function": ["match"]}, "rollout": {"stop": ["c"]}}
+    settings = settings_of([*given, "reward.function={c:json}", "rollout.stop={a:b}"])[1]
+    assert settings == {"reward": {"function": {"c": "json"}}, "rollout": {"stop": {"a": "b"}}}
+
+
 def test_a_recipe_extends_the_shipped_one_of_its_name(tmp_path):
     (tmp_path / "ppo_toy_cpu.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {seed: 9}\n")
     _, settings = settings_of(["--config", str(tmp_path / "ppo_toy_cpu.yaml")])

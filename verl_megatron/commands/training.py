@@ -150,13 +150,15 @@ def _run(training: Training, arguments: list[str]) -> int:
     else:
         ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
+    try:
+        text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings before ranks start
+    finally:
+        del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if known.dry_run:
         print(text)
         return 0 if fits else NO_ROOM
     if known.role:
         given_address()
-    del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate and not known.role:
         from verl_megatron.launch.supervisor import supervise_here
 
