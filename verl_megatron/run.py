@@ -28,7 +28,7 @@ from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_of
+from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_apart, models_of
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
@@ -37,7 +37,8 @@ from verl_megatron.rewards.functions import options_of
 from verl_megatron.rewards.plan import is_routed
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
-from verl_megatron.roles.engine import EngineOptions, compute_of
+from verl_megatron.roles.compute import compute_of, rollout_dtype
+from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import Role, Training, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.rollout.adaptive import add_shares, parse_table
@@ -126,7 +127,9 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
+    specs = (*models_of(config), *models_apart(config))
+    computes = [compute_of(config.engine, fp8_weights_by=spec.fp8_weights_by) for spec in specs]
+    dtypes = (computes[0].dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     stall_s = config.run.stall_timeout_s
     meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
@@ -326,6 +329,7 @@ class _Models:
             seed=config.run.seed,
             temperature=config.rollout.temperature,
             progress=self._progress,
+            fp8_weights_by=spec.fp8_weights_by,
         )
         with self.clock.phase(spec.name):
             role = make_role(
@@ -390,10 +394,3 @@ def make_vllm(
     )
     vllm.sleep()
     return vllm
-
-
-def rollout_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return vLLM's dtype: rollout.dtype, or for auto that of the Megatron engine."""
-    if config.rollout.dtype != "auto":
-        return getattr(torch, config.rollout.dtype)
-    return compute_of(config.engine).dtype

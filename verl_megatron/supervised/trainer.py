@@ -26,7 +26,8 @@ from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.preflight import inspect_supervised
-from verl_megatron.roles.engine import EngineOptions, compute_of
+from verl_megatron.roles.compute import compute_of
+from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import DispatchedBatch, Role, Training, Update, infer_together, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.supervised.dpo import DPO
