@@ -158,8 +158,12 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
         )
     if not config.teacher.path:
         yield Unused(
-            names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
+            names=("algorithm.teacher_coef", "teacher.dtype"),
+            because="without a teacher",
+            remedy="set teacher.path",
         )
+    if not reward.path:
+        yield Unused(names=("reward.dtype",), because="without a reward model", remedy="set reward.path")
     if config.data.samples_per_prompt == 1:
         yield Unused(
             names=("engine.shared_prompts",),
@@ -225,7 +229,7 @@ def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
         )
     if not config.algorithm.kl_coef:
         yield Unused(
-            names=("reference.devices",),
+            names=("reference.devices", "reference.dtype"),
             because="with algorithm.kl_coef=0, which has no reference",
             remedy="set kl_coef above 0",
         )

@@ -95,13 +95,13 @@ def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> flo
 
 
 def fp8_weight_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, copies: int) -> float:
-    """Bytes of transformer-engine's fp8 weight copies during a pass.
+    """Bytes of transformer-engine's fp8 copies of bfloat16 weights during a pass.
 
     There is one copy as is, and one transposed for the backward pass.
     """
     return (
         copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer
-        if run.config.engine.dtype == "fp8"
+        if run.config.engine.dtype == "fp8" and not role.fp8_weights
         else 0.0
     )
 

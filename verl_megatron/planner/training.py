@@ -67,7 +67,8 @@ def infer_seconds(run: PlannedRun, machine: Machine, roles: Sequence[PlannedRole
     The models follow each other through one pipeline with all mini-batches.
     """
     count = run.micro_batches(roles[0])[0] * run.config.algorithm.num_mini_batches * len(roles)
-    return pipeline_seconds(roles[0], count, [each.forward for each in passes(run, machine, roles[0])])
+    by_role = [[each.forward for each in passes(run, machine, role)] for role in roles]
+    return pipeline_seconds(roles[0], count, [sum(stage) / len(roles) for stage in zip(*by_role)])
 
 
 def step_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> float:
@@ -118,7 +119,8 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
 def _layer_pass(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
     """Seconds of a layer: the GPU's, or the process's if launching takes longer."""
     arch, layout, recompute = role.arch, role.layout, run.config.engine.recompute
-    fp8 = FP8 if run.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
+    computes_in_fp8 = run.config.engine.dtype == "fp8" or role.fp8_weights
+    fp8 = FP8 if computes_in_fp8 else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
     product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(run, role))
     slower = slowdown(run.element_bytes)
