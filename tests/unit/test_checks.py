@@ -193,22 +193,6 @@ BAD = [
         dict(engine__dtype="fp8", actor__layout="tp4"),
         ["actor.layout='tp4'", "engine.dtype=fp8", "24 feed-forward channels"],
     ),
-    (
-        dict(reference__dtype="fp8", algorithm__kl_coef=0.1, engine__transformer_impl="local"),
-        ["reference.dtype=fp8 with engine.transformer_impl=local"],
-    ),
-    (
-        dict(reference__dtype="fp8", algorithm__kl_coef=0.1, engine__dtype="float32"),
-        ["reference.dtype=fp8 with engine.dtype=float32", "leave reference.dtype at auto"],
-    ),
-    (
-        dict(reference__dtype="fp8", algorithm__kl_coef=0.1, actor__layout="tp4"),
-        ["actor.layout='tp4'", "reference.dtype=fp8", "24 feed-forward channels"],
-    ),
-    (dict(reference__dtype="fp8"), ["reference.dtype=fp8 has no effect", "set kl_coef above 0"]),
-    (dict(reference__dtype="bfloat16"), ["reference.dtype='bfloat16'"]),
-    (dict(teacher__dtype="fp8"), ["teacher.dtype=fp8 has no effect", "set teacher.path"]),
-    (dict(reward__dtype="fp8"), ["reward.dtype=fp8 has no effect", "set reward.path"]),
     (dict(engine__adam_betas=[0.9, 1.0]), ["engine.adam_betas=[0.9, 1.0]", "[0, 1)"]),
     (dict(data__overlong="skip"), ["data.overlong='skip'"]),
     (dict(data__train="/nowhere.jsonl"), ["data.train='/nowhere.jsonl'"]),

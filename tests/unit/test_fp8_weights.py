@@ -10,8 +10,11 @@ from torch import Tensor
 from parallel.layout import Layout
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
+from tests.job_files import write_job
 from tests.planned import H200, run_config, run_of
+from tests.unit.test_checks import good
 from tests.unit.test_files import ARCH, random_tensors, write_folder
+from verl_megatron.checks.settings import check_config
 from verl_megatron.config import EngineConfig, TrainerConfig
 from verl_megatron.model_specs import models_apart, models_of
 from verl_megatron.planner import plan_memory
@@ -73,6 +76,46 @@ def test_each_frozen_model_has_a_setting_of_its_own():
     config = settings(reference="fp8")
     config.reference.devices = "4-5"
     assert [spec.fp8_weights_by for spec in models_apart(config)] == ["reference.dtype"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            dict(engine__transformer_impl="local"),
+            ["reference.dtype=fp8 with engine.transformer_impl=local", "use auto"],
+        ),
+        (
+            dict(engine__dtype="float32"),
+            ["reference.dtype=fp8 with engine.dtype=float32", "leave reference.dtype at auto"],
+        ),
+        (
+            dict(engine__sharding="full", actor__layout="tp1", critic__layout="tp1"),
+            ["reference.dtype=fp8 with engine.sharding=full", "use replicated"],
+        ),
+        (
+            dict(actor__layout="tp4"),
+            ["actor.layout='tp4'", "reference.dtype=fp8", "24 feed-forward channels"],
+        ),
+        (
+            dict(reference__devices="4-7", reference__layout="tp4"),
+            ["reference.layout='tp4'", "reference.dtype=fp8", "24 feed-forward channels"],
+        ),
+        (
+            dict(algorithm__kl_coef=0.0),
+            ["reference.dtype=fp8 has no effect with algorithm.kl_coef=0", "set kl_coef above 0"],
+        ),
+        (dict(reference__dtype="bfloat16"), ["reference.dtype='bfloat16'", "auto, fp8"]),
+        (dict(teacher__dtype="fp8"), ["teacher.dtype=fp8 has no effect", "set teacher.path"]),
+        (dict(reward__dtype="fp8"), ["reward.dtype=fp8 has no effect", "set reward.path"]),
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_refused_by_name(tmp_path, changes, words):
+    write_job(tmp_path)
+    usual = dict(reference__dtype="fp8", algorithm__kl_coef=0.1)
+    assert check_config(good(tmp_path, **usual), world_size=4) == []
+    (problem,) = check_config(good(tmp_path, **usual | changes), world_size=4)
+    assert all(word in problem for word in words), problem
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8"])

@@ -23,10 +23,6 @@ def folder(tmp_path: Path) -> Path:
         (dict(reshard__mode="swap"), "reshard.mode=swap"),
         (dict(engine__dynamic_batching=True), "engine.dynamic_batching=True with engine.sharding=full"),
         (dict(engine__dtype="fp8"), "engine.dtype=fp8 with engine.sharding=full"),
-        (
-            dict(reference__dtype="fp8", algorithm__kl_coef=0.1),
-            "reference.dtype=fp8 with engine.sharding=full",
-        ),
         (dict(algorithm__name="ppo", critic__share_trunk=True), "critic.share_trunk=true with engine"),
     ],
 )

@@ -158,12 +158,8 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
         )
     if not config.teacher.path:
         yield Unused(
-            names=("algorithm.teacher_coef", "teacher.dtype"),
-            because="without a teacher",
-            remedy="set teacher.path",
+            names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
         )
-    if not reward.path:
-        yield Unused(names=("reward.dtype",), because="without a reward model", remedy="set reward.path")
     if config.data.samples_per_prompt == 1:
         yield Unused(
             names=("engine.shared_prompts",),
@@ -214,7 +210,10 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
 
 
 def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
-    """Yield settings that depend on which models have ranks of their own."""
+    """Yield settings that depend on which models there are, and which have ranks of their own."""
+    for name in ("teacher", "reward"):
+        if not getattr(config, name).path:
+            yield Unused(names=(f"{name}.dtype",), because=f"without {name}.path", remedy=f"set {name}.path")
     if config.rollout.devices:
         yield Unused(
             names=("reshard.offload", "rollout.sleep"),

@@ -204,10 +204,9 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
 def _scoring_kind(run: PlannedRun, machine: Machine, planned: PlannedWorld) -> RankKind:
     """Return the ranks of frozen models, as if each held the largest stage of every model."""
     stages = [(role, stage) for role in planned.roles for stage in range(role.layout.pp)]
-    weights = sum(
-        max(static_bytes(run, role, stage).weights for stage in range(role.layout.pp))
-        for role in planned.roles
-    )
+    weights = 0.0
+    for role in planned.roles:
+        weights += max(static_bytes(run, role, stage).weights for stage in range(role.layout.pp))
     built = {"process": machine.process_bytes + machine.communicator_bytes, "weights": weights}
     at_work = built | {"activations": max(inference_bytes(run, *each) for each in stages)}
     phases = {"build": built, SCORES: at_work}

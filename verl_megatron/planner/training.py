@@ -67,8 +67,11 @@ def infer_seconds(run: PlannedRun, machine: Machine, roles: Sequence[PlannedRole
     The models follow each other through one pipeline with all mini-batches.
     """
     count = run.micro_batches(roles[0])[0] * run.config.algorithm.num_mini_batches * len(roles)
-    by_role = [[each.forward for each in passes(run, machine, role)] for role in roles]
-    return pipeline_seconds(roles[0], count, [sum(stage) / len(roles) for stage in zip(*by_role)])
+    stages = [0.0] * roles[0].layout.pp  # of the average model
+    for role in roles:
+        for stage, each in enumerate(passes(run, machine, role)):
+            stages[stage] += each.forward / len(roles)
+    return pipeline_seconds(roles[0], count, stages)
 
 
 def step_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> float:
