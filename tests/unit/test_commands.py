@@ -98,6 +98,10 @@ REFUSED = [
     (["train", "data.train=x", "critic.layout=tp999999999"], "need 999,999,999 ranks, and this"),
     (["train", "data.train=x", "actor.devices=0-99999999"], "need 100,000,000 ranks, and this"),
     (["train", "data.train=x", "rollout.devices=4-99999999"], "name rank 99999999, and a run has at most"),
+    (["train", "data.train=x", "rollout.devices=1", "--role", "reward"], "choose train, rollout"),
+    (["train", "data.train=x", "rollout.devices=1+2", "--role", "rollout:2"], "choose train, rollout:0, r"),
+    (["train", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
+    (["sft", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
     (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),
@@ -311,6 +315,8 @@ def test_a_run_gets_the_fewest_ranks_that_its_layouts_need(monkeypatch):
     assert ranks_of(config) == 4
     config.rollout.tp = 3
     assert ranks_of(config) == 12
+    config.rollout.devices = "0-7"  # colocated
+    assert ranks_of(config) == 8
     assert ranks_of(SFTConfig(actor=ModelConfig(layout="tp2dp3"))) == 6
     assert ranks_of(SFTConfig(actor=ModelConfig(devices="0-4"))) == 5
     assert ranks_of(SFTConfig(actor=ModelConfig(layout="nonsense"))) == 1  # the checks say why

@@ -18,6 +18,7 @@ options:
   --config FILE          a recipe of yours; `defaults: [RECIPE]` in it extends another one
   --ranks N              processes on this host, each with a GPU if there are GPUs; without it as many
                          GPUs as the layouts divide, on a CPU the fewest that they need
+  --role WORLD           with devices of their own: start one world here, train, rollout, rollout:1 or reward
   --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
   --dry-run              check and plan the run, and start nothing; --gpu NAME: the GPU it is planned for
   --verify               repeat an iteration of the newest checkpoint and compare
@@ -123,11 +124,12 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0
     given, rest = launcher_options(arguments)
     gc.disable()  # imports and recipes make many permanent objects
+    from parallel.bridge import given_address
     from parallel.runtime.environment import check_environment
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
-    from verl_megatron.launch.hosts import devices_in
+    from verl_megatron.launch.hosts import devices_in, ranks_of_role
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
     check_environment()
@@ -142,6 +144,7 @@ def _run(training: Training, arguments: list[str]) -> int:
             f"--ranks {given.ranks} beside {named_devices(devices)}, which says how many ranks there are; "
             "leave it out"
         )
+    of_role = ranks_of_role(devices, known.role) if known.role else 0
     if separate:
         ranks = num_ranks(devices)
     else:
@@ -151,12 +154,14 @@ def _run(training: Training, arguments: list[str]) -> int:
     if known.dry_run:
         print(text)
         return 0 if fits else NO_ROOM
+    if known.role:
+        given_address()
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-    if separate:
+    if separate and not known.role:
         from verl_megatron.launch.supervisor import supervise_here
 
         sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
+    start(training.module, rest, ranks=of_role or ranks, restarts=given.max_restarts)
 
 
 def _check_command(training: Training, settings: dict[str, Any], recipe: str | None) -> None:

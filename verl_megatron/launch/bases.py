@@ -3,14 +3,16 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
+from omegaconf import DictConfig, OmegaConf
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.launch.recipe import SHIPPED, check_recipe
 
 SELF = "_self_"  # the recipe's own settings, among those that it extends
+OF_HYDRA = "Hydra's own settings have no effect on a run; leave it out"
 FORM = "write names of recipes, such as `defaults: [grpo_8b, ./base]`"
 
 
@@ -40,6 +42,20 @@ def files_of(recipe: Path, folders: Sequence[Path] = (SHIPPED,)) -> list[Path]:
     files: list[Path] = []
     _visit(Path(os.path.abspath(recipe)), folders, (), files)
     return files
+
+
+def merged(files: Sequence[Path]) -> DictConfig:
+    """Return the settings of recipes; those of later files win.
+
+    Raises:
+        ValueError: a recipe has settings of Hydra.
+    """
+    recipes = [cast(DictConfig, OmegaConf.load(path)) for path in files]
+    for file, recipe in zip(files, recipes):
+        recipe.pop("defaults", None)
+        if "hydra" in recipe:
+            raise ValueError(f"recipe {file}: section 'hydra': {OF_HYDRA}")
+    return cast(DictConfig, OmegaConf.merge({}, *recipes))
 
 
 def _visit(path: Path, folders: Sequence[Path], above: tuple[Path, ...], files: list[Path]) -> None:
