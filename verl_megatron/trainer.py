@@ -16,7 +16,7 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
-from verl_megatron.model_specs import has_worlds
+from verl_megatron.model_specs import has_worlds, is_separate
 from verl_megatron.observe import samples
 from verl_megatron.observe.activity import activities_of
 from verl_megatron.observe.metrics import Sums
@@ -28,6 +28,7 @@ from verl_megatron.preflight import inspect_run
 from verl_megatron.rewards.callables import spec_of
 from verl_megatron.rollout.curriculum import Hook
 from verl_megatron.rollout.sampler import Draw
+from verl_megatron.rollout.vllm_process import import_vllm
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
 from verl_megatron.separate.training_side import RemoteEngine
@@ -91,6 +92,10 @@ class RLTrainer(BaseTrainer):
             self.say(note)
         self.say(batch_arithmetic(config, self.world.size))
         self.run: Run  # once `train` has built it
+
+    def import_engine(self) -> None:
+        if not is_separate(self.config):
+            import_vllm()
 
     def build(self) -> None:
         """Build all components of the run."""

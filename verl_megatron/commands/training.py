@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 from parallel.runtime.refusal import short_repr
+from verl_megatron.commands import refusing
 
 USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
 OPTIONS = """\
@@ -143,20 +144,35 @@ def _run(training: Training, arguments: list[str]) -> int:
             "leave it out"
         )
     if separate:
-        ranks = num_ranks(devices)
+        ranks = partial(num_ranks, devices)
+    elif given.ranks:
+        ranks = partial(int, given.ranks)
     else:
-        ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
+        ranks = partial(ranks_of, cast(Any, structured(settings, SCHEMAS[training.schema])))
+    plan = partial(_plan, training, settings, ranks=ranks, gpu=known.gpu)
     if known.dry_run:
+        text, fits = plan()
         print(text)
         return 0 if fits else NO_ROOM
-    del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate:
         from verl_megatron.launch.supervisor import supervise_here
 
+        plan()
         sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
+    start(training.module, rest, ranks=ranks, restarts=given.max_restarts, check=refusing()(plan))
+
+
+def _plan(
+    training: Training, settings: dict[str, Any], *, ranks: Callable[[], int], gpu: str
+) -> tuple[str, bool]:
+    """Return the plan of a run and whether it fits; refuse what cannot work, before any rank begins."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks()))
+    os.environ |= sizes
+    try:
+        return training.plan(settings, gpu=gpu)
+    finally:
+        for name in sizes:
+            del os.environ[name]
 
 
 def _check_command(training: Training, settings: dict[str, Any], recipe: str | None) -> None:

@@ -88,7 +88,9 @@ def main(arguments: Sequence[str]) -> int:
         from verl_megatron.launch.supervisor import supervise
 
         return supervise(call, config)
-    os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *arguments])
+    from parallel.runtime import launch
+
+    return launch.main(list(arguments))
 
 
 def _worlds(arguments: list[str]) -> "TrainerConfig | None":

@@ -1,13 +1,16 @@
 """The ranks of a run on this host: how many it needs, and their start."""
 
 import argparse
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from parallel import device
+from parallel.runtime import launch, process
+from parallel.runtime.gate import Gate
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
@@ -91,15 +94,38 @@ def prepare() -> None:
         stream.flush()
 
 
-def start(module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0) -> NoReturn:
-    """Replace this process by the launcher of `python -m module arguments` on `ranks` ranks of this host."""
+def start(
+    module: str, arguments: Sequence[str], *, ranks: Callable[[], int], restarts: int, check: Callable[[], object]
+) -> NoReturn:
+    """Run `python -m module arguments` on ranks of this host, and exit with their status.
+
+    `check` runs in a process of its own. If the host has cores to spare, the ranks start at once, import
+    their modules, and wait for it.
+
+    Args:
+        ranks: returns how many; it may raise what `check` tells.
+        check: exits with a message if the run cannot work.
+    """
     prepare()
-    command = launcher_command(module, arguments, ranks=ranks, restarts=restarts)
-    os.execv(sys.executable, command)
+    gate = Gate(check)
+    try:
+        count = ranks()
+    except ValueError:
+        count = 0
+    if not _may_go_ahead(count) and (status := gate.wait()):
+        process.end(status)
+    gc.enable()
+    sys.exit(launch.main(launcher_arguments(module, arguments, ranks=count, restarts=restarts), gate))
 
 
-def launcher_command(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
-    """Return the launcher's command for `python -m module arguments` on this host."""
+def _may_go_ahead(ranks: int) -> bool:
+    """Whether ranks may start before the checks pass: a core is left for these, and a GPU is there for each."""
+    gpus = device.visible_gpus()
+    return 0 < ranks < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
+
+
+def launcher_arguments(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
+    """Return the launcher's arguments for `python -m module arguments` on this host."""
     launcher = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     launcher += ["--rdzv-id", "verl_megatron", "--local-addr", "127.0.0.1"]
-    return [sys.executable, "-m", "parallel.runtime.launch", *launcher, "-m", module, *arguments]
+    return [*launcher, "-m", module, *arguments]

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel import device
 from parallel.rank_set import agree, world
+from parallel.runtime import gate
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
@@ -27,6 +28,7 @@ from verl_megatron.lifecycle.record import RunRecord
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
+from verl_megatron.observe.startup import StartClock
 from verl_megatron.observe.timeline import Activity, record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Machine, machine_here
@@ -59,8 +61,16 @@ class BaseTrainer:
     def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
         speak_once()
         check_versions(vllm=vllm)
+        start = StartClock()
+        self.config = config
+        if gate.is_here():
+            self.import_engine()  # which takes time that the checks may take as well
+        start.end("imports")
+        gate.pass_through()
+        start.end("checks of the command")
         device.initialize()
-        self.config, self.world = config, world()
+        self.world = world()
+        start.end("world")
         self.is_first = self.world.is_first
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
@@ -74,6 +84,11 @@ class BaseTrainer:
         for model in fetched:
             self.say(str(model))
         agree(partial(self._inspect, inspect, machine), self.world)
+        start.end("checks of the ranks")
+        self.say(str(start))
+
+    def import_engine(self) -> None:
+        """Import the rollout engine, if this rank has one."""
 
     def _inspect(self, inspect: Callable[..., list[str]], machine: Machine | None) -> None:
         inputs = self.inputs
