@@ -12,15 +12,13 @@ from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import place
-from parallel.rank_set import RankSet, agree
+from parallel.rank_set import RankSet
 from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.correction import with_correction
 from verl_megatron.algorithms.kl import make_controller
-from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.curriculum import CurriculumCursor
@@ -126,8 +124,6 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
-    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     stall_s = config.run.stall_timeout_s
     meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
     models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)

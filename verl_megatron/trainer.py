@@ -26,10 +26,11 @@ from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
 from verl_megatron.rewards.callables import spec_of
+from verl_megatron.roles.engine import compute_of
 from verl_megatron.rollout.curriculum import Hook
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.rollout.vllm_process import import_vllm
-from verl_megatron.run import Run, build_run
+from verl_megatron.run import Run, build_run, rollout_dtype
 from verl_megatron.saved_state import SavedState
 from verl_megatron.separate.training_side import RemoteEngine
 
@@ -98,7 +99,8 @@ class RLTrainer(BaseTrainer):
             import_vllm()
 
     def build(self) -> None:
-        """Build all components of the run."""
+        """Check the values of the weights, then build all components of the run."""
+        self.check_weights(compute_of(self.config.engine).dtype, rollout_dtype(self.config))
         self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
         self.clock, self.roles = self.run.clock, self.run.learner.roles
         self.state: SavedState = SavedState(self.run, say=self.say)

@@ -105,8 +105,7 @@ def _run(given: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ValueError(
-            f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; "
-            f"commands are {', '.join(COMMANDS)}"
+            f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; commands are {', '.join(COMMANDS)}"
         )
     sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
     return COMMANDS[name].load()(given[1:]) or 0

@@ -117,7 +117,13 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
-    from verl_megatron.launch.ranks import LAUNCHER_OPTIONS, is_rank, launcher_options, ranks_of, start
+    from verl_megatron.launch.ranks import (
+        LAUNCHER_OPTIONS,
+        check_and_start,
+        is_rank,
+        launcher_options,
+        ranks_of,
+    )
 
     if is_rank():
         _as_a_rank(training.module, arguments)
@@ -159,7 +165,8 @@ def _run(training: Training, arguments: list[str]) -> int:
 
         plan()
         sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    start(training.module, rest, ranks=ranks, restarts=given.max_restarts, check=refusing()(plan))
+    check = refusing()(plan)
+    check_and_start(training.module, rest, ranks=ranks, restarts=given.max_restarts, check=check)
 
 
 def _plan(

@@ -8,7 +8,6 @@ or is stuck starts again, on all of its hosts.
 """
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Sequence

@@ -95,15 +95,30 @@ def prepare() -> None:
 
 
 def start(
-    module: str, arguments: Sequence[str], *, ranks: Callable[[], int], restarts: int, check: Callable[[], object]
+    module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0, gate: Gate | None = None
 ) -> NoReturn:
-    """Run `python -m module arguments` on ranks of this host, and exit with their status.
-
-    `check` runs in a process of its own. If the host has cores to spare, the ranks start at once, import
-    their modules, and wait for it.
+    """Run `python -m module arguments` on `ranks` ranks of this host, and exit with their status.
 
     Args:
-        ranks: returns how many; it may raise what `check` tells.
+        gate: checks that the ranks wait for, once they have imported their modules.
+    """
+    prepare()
+    gc.enable()
+    sys.exit(launch.main(launcher_arguments(module, arguments, ranks=ranks, restarts=restarts), gate))
+
+
+def check_and_start(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: Callable[[], int],
+    restarts: int,
+    check: Callable[[], object],
+) -> NoReturn:
+    """Run `check` in a process of its own, and `start` ranks: at once if the host has cores to spare.
+
+    Args:
+        ranks: returns how many; it may raise what `check` says.
         check: exits with a message if the run cannot work.
     """
     prepare()
@@ -114,12 +129,11 @@ def start(
         count = 0
     if not _may_go_ahead(count) and (status := gate.wait()):
         process.end(status)
-    gc.enable()
-    sys.exit(launch.main(launcher_arguments(module, arguments, ranks=count, restarts=restarts), gate))
+    start(module, arguments, ranks=count, restarts=restarts, gate=gate)
 
 
 def _may_go_ahead(ranks: int) -> bool:
-    """Whether ranks may start before the checks pass: a core is left for these, and a GPU is there for each."""
+    """Whether ranks may start before the checks pass: these have a core left, and each rank has a GPU."""
     gpus = device.visible_gpus()
     return 0 < ranks < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallel import device
 from parallel.rank_set import agree, world
 from parallel.runtime import gate
@@ -17,6 +19,7 @@ from parallel.runtime.run_lock import RunLock
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
+from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import different_versions, fetch_models
@@ -61,16 +64,21 @@ class BaseTrainer:
     def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
         speak_once()
         check_versions(vllm=vllm)
-        start = StartClock()
-        self.config = config
+        self.config, self.start = config, StartClock()
         if gate.is_here():
-            self.import_engine()  # which takes time that the checks may take as well
-        start.end("imports")
-        gate.pass_through()
-        start.end("checks of the command")
-        device.initialize()
-        self.world = world()
-        start.end("world")
+            with self.start.stage("imports"):
+                self.import_engine()  # which takes time that the checks of the command may take as well
+            with self.start.stage("gate"):
+                gate.pass_through()
+        with self.start.stage("world"):
+            device.initialize()
+            self.world = world()
+        with self.start.stage("checks"):
+            self._check(inspect)
+
+    def _check(self, inspect: Callable[..., list[str]]) -> None:
+        """Refuse a run that cannot work on these ranks, and fill `inputs` with the files that were read."""
+        config = self.config
         self.is_first = self.world.is_first
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
@@ -84,8 +92,13 @@ class BaseTrainer:
         for model in fetched:
             self.say(str(model))
         agree(partial(self._inspect, inspect, machine), self.world)
-        start.end("checks of the ranks")
-        self.say(str(start))
+
+    def check_weights(self, *dtypes: torch.dtype) -> None:
+        """Refuse weights that are not finite in one of `dtypes`, and say how long the start has taken."""
+        roles, place, of = roles_of(self.config), self.world.rank, self.world.size
+        with self.start.stage("weights"):
+            agree(lambda: refuse(find_not_finite(roles, dtypes, place=place, of=of)), self.world)
+        self.say(str(self.start))
 
     def import_engine(self) -> None:
         """Import the rollout engine, if this rank has one."""

@@ -1,29 +1,35 @@
 """Seconds from the command that starts a run until its models are built, by stage."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 
 from parallel.runtime import leftovers, process
 
 
 class StartClock:
-    """Stages of a start, one after the other.
+    """Seconds of the stages of a start.
 
-    `launch` is the time from the start of the launcher, if there is one, to that of this process.
+    For a rank of the launcher, `launch` is the time from the launcher's start to its own, and `imports` the
+    time from there until the clock is made. Other stages are contexts.
     """
 
     def __init__(self):
-        own = _start_of(os.getpid())
         self.seconds: dict[str, float] = {}  # by stage
         if os.environ.get(process.LAUNCHER) == str(os.getppid()):
+            own, now = _start_of(os.getpid()), time.clock_gettime(time.CLOCK_BOOTTIME)
             self.seconds["launch"] = max(0.0, own - _start_of(os.getppid()))
-        self._end = own
+            self.seconds["imports"] = max(0.0, now - own)
 
-    def end(self, stage: str) -> None:
-        """End a stage, which began when the one before it ended, or with this process."""
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.seconds[stage] = max(0.0, now - self._end)
-        self._end = now
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds within the context to a stage."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items())
