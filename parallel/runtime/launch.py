@@ -18,8 +18,8 @@ import threading
 import time
 from datetime import timedelta
 
+from parallel.gate import Gate
 from parallel.runtime import leftovers, process
-from parallel.runtime.gate import Gate
 from parallel.runtime.seal import TOKEN, seal, unseal
 
 OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from parallel.runtime import gate, leftovers, process
+from parallel import gate
+from parallel.runtime import leftovers, process
 from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.launch import ranks as launching
 from verl_megatron.observe.startup import StartClock
 
 HEAVY = ("megatron.core", "vllm", "transformer_engine", "verl_megatron.roles", "verl_megatron.models")
-RANK = "from parallel.runtime import gate; print('imported', flush=True); gate.pass_through(); print('begun')"
+RANK = "from parallel import gate; print('imported', flush=True); gate.pass_through(); print('begun')"
 
 
 def program(body: str, folder: Path) -> subprocess.Popen:
@@ -25,7 +26,7 @@ def program(body: str, folder: Path) -> subprocess.Popen:
         import os, signal, sys, time
         from pathlib import Path
         from parallel.runtime import launch, process
-        from parallel.runtime.gate import Gate
+        from parallel.gate import Gate
         def wait():
             while not Path("go").exists():
                 time.sleep(0.01)

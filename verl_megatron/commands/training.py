@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.commands import refusing
+
+if TYPE_CHECKING:
+    from verl_megatron.config import SupervisedConfig, TrainerConfig
 
 USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
 OPTIONS = """\
@@ -117,19 +120,18 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
+    gc.disable()  # imports and recipes make many permanent objects
     from verl_megatron.launch.ranks import (
         LAUNCHER_OPTIONS,
         check_and_start,
         is_rank,
         launcher_options,
-        ranks_of,
     )
 
     if is_rank():
         _as_a_rank(training.module, arguments)
         return 0
     given, rest = launcher_options(arguments)
-    gc.disable()  # imports and recipes make many permanent objects
     from parallel.runtime.environment import check_environment
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
@@ -149,12 +151,8 @@ def _run(training: Training, arguments: list[str]) -> int:
             f"--ranks {given.ranks} beside {named_devices(devices)}, which says how many ranks there are; "
             "leave it out"
         )
-    if separate:
-        ranks = partial(num_ranks, devices)
-    elif given.ranks:
-        ranks = partial(int, given.ranks)
-    else:
-        ranks = partial(ranks_of, cast(Any, structured(settings, SCHEMAS[training.schema])))
+    config = cast(Any, structured(settings, SCHEMAS[training.schema]))
+    ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config)
     plan = partial(_plan, training, settings, ranks=ranks, gpu=known.gpu)
     if known.dry_run:
         text, fits = plan()
@@ -165,8 +163,14 @@ def _run(training: Training, arguments: list[str]) -> int:
 
         plan()
         sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    check = refusing()(plan)
-    check_and_start(training.module, rest, ranks=ranks, restarts=given.max_restarts, check=check)
+    restarts, check = given.max_restarts, refusing()(plan)
+    check_and_start(training.module, rest, config, ranks=ranks, restarts=restarts, check=check)
+
+
+def _ranks(given: int, config: "TrainerConfig | SupervisedConfig") -> int:
+    from verl_megatron.launch.ranks import ranks_of
+
+    return given or ranks_of(config)
 
 
 def _plan(

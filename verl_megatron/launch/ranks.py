@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import NoReturn
 
 from parallel import device
+from parallel.gate import Gate
 from parallel.runtime import launch, process
-from parallel.runtime.gate import Gate
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
 from verl_megatron.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.launch.options import given_twice
@@ -110,12 +111,15 @@ def start(
 def check_and_start(
     module: str,
     arguments: Sequence[str],
+    config: TrainerConfig | SupervisedConfig,
     *,
     ranks: Callable[[], int],
     restarts: int,
     check: Callable[[], object],
 ) -> NoReturn:
-    """Run `check` in a process of its own, and `start` ranks: at once if the host has cores to spare.
+    """Run `check` in a process of its own, and `start` ranks.
+
+    They start at once if each setting by itself is right and the host has a core to spare.
 
     Args:
         ranks: returns how many; it may raise what `check` says.
@@ -127,7 +131,8 @@ def check_and_start(
         count = ranks()
     except ValueError:
         count = 0
-    if not _may_go_ahead(count) and (status := gate.wait()):
+    is_right = not (check_types(config) or check_values(config))
+    if not (is_right and _may_go_ahead(count)) and (status := gate.wait()):
         process.end(status)
     start(module, arguments, ranks=count, restarts=restarts, gate=gate)
 

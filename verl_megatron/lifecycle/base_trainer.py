@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from parallel import device
+from parallel import device, gate
 from parallel.rank_set import agree, world
-from parallel.runtime import gate
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock

@@ -75,12 +75,14 @@ def _check(check: Callable[[], object], lock: int, parent: int) -> None:
         check()
         os.write(lock, PASSED)
         status = 0
-    except SystemExit:
-        status = 128 + signal.SIGTERM
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
-        process.end(status)
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+            sys.stdout.flush()
+        os._exit(status)  # nothing of the process that was forked goes on here
 
 
 def is_here() -> bool:
