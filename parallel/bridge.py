@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -266,6 +266,10 @@ class Bridge:
             self.pause()
 
     # ---- values in the store
+
+    def beside(self) -> "Bridge":
+        """Return this end over connections of its own, whose calls another thread's do not hold up."""
+        return replace(self, root=self.root.clone(), store=self.store.clone())
 
     def put(self, key: str, value: bytes | str) -> None:
         """Set a key.

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 
 import pytest
@@ -79,13 +80,18 @@ class Simulated:
         self.now = end
 
 
+def _iterations_left(iteration: int, staleness: int, version: int) -> int:
+    return max(0, version - (iteration - 1 - staleness))
+
+
 def simulate(lead: Lead, speeds: Speeds, *, staleness: int, iterations: int = 150) -> tuple[float, float]:
     """Return the mean seconds of an iteration and the mean staleness, after the first 30 iterations."""
     rollout, took_s, behind, since = Simulated(speeds=speeds), [], [], 0.0
     rollout.order(P + lead.groups, 0)
     for iteration in range(1, iterations + 1):
         begin = short_until = rollout.now
-        while (numbers := rollout.table.choose(P, oldest=iteration - 1 - staleness)) is None:
+        later = partial(_iterations_left, iteration, staleness)
+        while (numbers := rollout.table.choose(P, later=later)) is None:
             is_short = rollout.table.num_complete < P
             rollout.advance(LOOK_S)
             short_until = rollout.now if is_short else short_until

@@ -127,7 +127,7 @@ def test_each_iteration_gets_its_own_samples_of_its_version(seed, staleness, dea
         found = sums.reduce(ONE_RANK)
         assert found["async/samples_trained"] == iteration * P
         fleet.published(iteration)
-        sampler.published(iteration)
+        sampler.published(iteration, is_sent=True)
     assert (fleet.num_lost > 0) == (deaths > 0)
 
 
@@ -142,7 +142,7 @@ def test_samples_wait_for_a_world_that_can_get_their_version():
         sampler, source = OrderedSampler(fleet, demand, keeps_all=True), TrainingPrompts([], cursor)
         sampler.begin(1, cursor.state_dict())
         fleet.published(1)
-        sampler.published(1)
+        sampler.published(1, is_sent=True)
         fleet.links[1].alive = False
         batch = sampler.collect(source, DRAW, iteration=1, version=0)
         assert batch.source_id.tolist() == [P + i for i in range(P)]

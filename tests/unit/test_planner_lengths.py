@@ -7,7 +7,8 @@ import pytest
 from tests.planned import H200, arch, run_config
 from verl_megatron.commands import plan
 from verl_megatron.planner import Lengths, PlannedRun, plan_memory, plan_seconds
-from verl_megatron.planner.rollout.decoding import Stream, drain_seconds, stream_of
+from verl_megatron.planner.rollout.decoding import pipeline_of
+from verl_megatron.planner.rollout.simulation import Costs, Decoding, pipeline
 from verl_megatron.planner.search import configured
 from verl_megatron.planner.seconds import TimePlan
 
@@ -50,6 +51,13 @@ def test_what_is_no_distribution_is_refused(text):
     assert "write" in str(refused.value) and len(str(refused.value)) < 300
 
 
+def drained(lengths, at_once, step_s, **costs) -> float:
+    decoding = Decoding(Costs(step_s=step_s, **costs), at_once=at_once, prompt_tokens=5)
+    decoding.release(0, lengths)
+    decoding.advance()
+    return decoding.now
+
+
 @pytest.mark.parametrize(
     ("lengths", "at_once", "seconds"),
     [
@@ -61,14 +69,14 @@ def test_what_is_no_distribution_is_refused(text):
     ],
 )
 def test_a_replica_takes_steps_until_its_last_sample_has_ended(lengths, at_once, seconds):
-    assert drain_seconds(lengths, at_once, 5, lambda running, _: running) == seconds
+    assert drained(lengths, at_once, lambda running, _: running) == seconds
 
 
 def test_the_cache_has_the_tokens_of_those_that_run():
     # 10 steps of two samples with 5 to 15 tokens, then 20 of one with 15 to 35
-    assert drain_seconds([10, 30], 2, 5, lambda _, cached: cached) == 10 * 2 * 10 + 20 * 25
+    assert drained([10, 30], 2, lambda _, cached: cached) == 10 * 2 * 10 + 20 * 25
     # the second sample begins when the first has ended, with its prompt alone
-    assert drain_seconds([10, 30], 1, 5, lambda _, cached: cached) == 10 * 10 + 30 * 20
+    assert drained([10, 30], 1, lambda _, cached: cached) == 10 * 10 + 30 * 20
 
 
 def test_a_single_length_is_the_plan_without_a_distribution():
@@ -97,34 +105,87 @@ def test_stragglers_are_waited_for():
     assert alone > 1.5 * short, "its steps are fast, but many"
 
 
+def test_starts_cost_and_come_several_at_a_time():
+    def started(lengths, at_once):
+        starts = []
+
+        def start_s(count, running, cached):
+            starts.append((count, running, cached))
+            return 100 * count
+
+        return starts, drained(lengths, at_once, lambda running, _: 1, start_s=start_s)
+
+    assert started([10] * 3, 2) == ([(2, 2, 10), (1, 1, 5)], 20 + 300)
+    # of 32 places a single free one waits for another
+    starts, seconds = started([10, 20, *[30] * 30, 7, 7], 32)
+    assert [count for count, *_ in starts] == [32, 2] and seconds == 30 + 3400
+
+
 def test_both_sides_share_an_iteration_as_staleness_allows():
-    def iteration(rollout: float, training: float, staleness: int, stream: Stream | None = None) -> float:
-        seconds = {"rollout": rollout, "actor_update": training}
-        return TimePlan(seconds, {}, 8, 1e15, staleness, stream).iteration
+    def iteration(rollout: float, training: float, staleness: int) -> float:
+        return TimePlan({"rollout": rollout, "actor_update": training}, {}, 8, 1e15, staleness).iteration
 
     assert iteration(30, 20, 0) == 50  # in turns
     assert iteration(30, 20, 1) == iteration(30, 20, 4) == 30  # the slower one
     assert iteration(10, 20, 1) == 20
-    # without pause: 10 s of work, and a response of 60 s that may take 1 or 4 iterations and a wait
-    assert iteration(10, 20, 1, Stream(10, 60, 100)) == (60 + 20) / 2
-    assert iteration(10, 20, 4, Stream(10, 60, 100)) == 20
-    # it is never slower than an iteration's samples alone
-    assert iteration(10, 20, 1, Stream(10, 60, 35)) == 35
+
+
+def simulated(lengths, training, *, staleness, interval=1, at_once=100, samples_per_prompt=1):
+    """Each step takes a second."""
+    costs = Costs(step_s=lambda *_: 1.0)
+    decoding = Decoding(costs, at_once=at_once, prompt_tokens=1, samples_per_prompt=samples_per_prompt)
+    versions = []
+    found = pipeline(
+        decoding,
+        lengths,
+        groups=len(lengths) // samples_per_prompt,
+        training_s=training,
+        staleness=staleness,
+        interval=interval,
+        on_version=lambda _: versions.append(1),
+    )
+    assert found.busy <= found.seconds and len(versions) == 4 * (staleness + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "training", "staleness", "interval", "seconds"),
+    [
+        ([10, 60], 20, 1, 1, (60 + 20) / 2),  # the long response may take one iteration and a wait
+        ([10, 60], 20, 4, 1, 20),  # or four
+        ([10, 10], 20, 1, 1, 20),
+        ([10, 60], 20, 0, 1, 80),  # in turns
+        ([10, 60], 10, 0, 2, (60 + 10) / 2),  # the short one is trained on while the long one runs
+        ([10, 30], 10, 1, 2, 10),
+    ],
+)
+def test_a_long_response_may_take_several_iterations(lengths, training, staleness, interval, seconds):
+    found = simulated(lengths, training, staleness=staleness, interval=interval)
+    assert found.seconds == pytest.approx(seconds)
+
+
+def test_a_group_is_complete_with_its_last_sample():
+    assert simulated([10, 60, 10, 10], 5, staleness=0, interval=2, samples_per_prompt=2).seconds == 65 / 2
+    assert simulated([10, 60, 10, 60], 5, staleness=0, interval=2, samples_per_prompt=2).seconds == 70 / 2
+
+
+def test_a_replica_without_room_for_all_is_busy_all_the_time():
+    found = simulated([10] * 5, 20, staleness=2, at_once=1)
+    assert found.seconds == found.busy == 50
 
 
 def test_a_window_gains_where_lengths_differ():
     window = {"async.buffer": "window", "async.partial": "pause"}
-    in_order = seconds_of(planned(MIXED, **{"async.max_staleness": 2}))
-    streamed = seconds_of(planned(MIXED, **{"async.max_staleness": 2}, **window))
-    assert streamed.seconds["rollout"] < in_order.seconds["rollout"]
-    assert streamed.iteration <= in_order.iteration
-    finishing = seconds_of(
-        planned(MIXED, **{"async.max_staleness": 2}, **window | {"async.partial": "finish"})
-    )
+    slow = {"async.max_staleness": 2, "rollout.max_num_seqs": 32}  # the rollout is the slower side
+    in_order = seconds_of(planned(MIXED, **slow))
+    streamed = seconds_of(planned(MIXED, **slow, **window))
+    assert streamed.seconds["rollout"] < in_order.seconds["rollout"] > in_order.training
+    assert streamed.iteration < in_order.iteration
+    finishing = seconds_of(planned(MIXED, **slow, **window | {"async.partial": "finish"}))
     assert finishing.iteration == pytest.approx(in_order.iteration), "no sample starts before all have ended"
     again = planned(MIXED, **{"async.max_staleness": 2}, **window | {"async.partial": "continue"})
     pause = planned(MIXED, **{"async.max_staleness": 2}, **window)
-    recomputed = [stream_of(run, H200, 60e9).seconds for run in (again, pause)]
+    recomputed = [pipeline_of(run, H200, 60e9, training_s=10.0).busy for run in (again, pause)]
     assert recomputed[0] > recomputed[1], "new weights compute the caches again"
 
 

@@ -89,9 +89,9 @@ def test_full_sharding_divides_all_states():
     frozen = replace(run.actor, trainable=False)
     assert static_bytes(run, frozen, 0).weights == 2 * n / 4
     whole = run_of(run_config("tp1"), 4)
-    layer = part_elements(run.actor.arch, 1).layer
+    parts = part_elements(run.actor.arch, 1)
     more = training_bytes(run, run.actor, 0) - training_bytes(whole, whole.actor, 0)
-    assert more > 2 * (n - run.actor.arch.num_layers * layer) + 4 * layer
+    assert more >= 2 * (parts.output + 2 * parts.layer) + (2 + 4 + 1) * parts.embedding
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:

@@ -45,7 +45,7 @@ class Link:
         self.groups, self.given = {}, []  # those under way: number → version when it started; all numbers
 
     def give(self, order):
-        assert self.version == self.fleet.version  # the weights are ordered first
+        assert self.version is not None  # weights come first
         if not self.alive:
             raise BridgeLostError("the rollout world has ended")
         for index in (index for own in order.indices for index in own):
@@ -83,7 +83,7 @@ class Link:
         numbers.add([SAMPLES])
         batch = batch_of(sampled, [], numbers, DRAW, policy_version=version)
         batch.token_versions = torch.where(batch.response_mask, version, 0)
-        batch.token_versions[1, -1] = self.fleet.version
+        batch.token_versions[1, -1] = self.version
         batch.source_id = torch.tensor([number, number])  # so that tests recognize it
         alike = self.random.random() < self.fleet.alike
         rewards_B = torch.tensor([1.0, 1.0 if alike else 0.0])
@@ -140,11 +140,18 @@ class Fleet:
         self.num_lost += 1
         self.num_ended += 1
 
-    def provide(self, place, version):
+    def provide_any(self, place):
         if not self.links[place].alive:
             raise BridgeLostError("the rollout world has ended")
-        assert version == self.version
-        self.links[place].version = version
+        if self.links[place].version is None:
+            self.links[place].version = self.version
+
+    def publish(self, version, sampler, *, is_first=False):
+        self.version = version
+        is_sent = is_first or sampler.needs(version)
+        for link in self.links.values() if is_sent else ():
+            link.version = version
+        sampler.published(version, is_sent=is_sent)
 
     def say_joined(self, place, text):
         pass
@@ -153,9 +160,9 @@ class Fleet:
         self.stuck = {number: looks - 1 for number, looks in self.stuck.items() if looks > 1}
 
 
-def sampler_of(fleet, *, staleness, keep_group=None):
+def sampler_of(fleet, *, staleness, interval=1, keep_group=None):
     cursor = PromptCursor(num_prompts=len(PROMPTS), seed=1)
-    demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST)
+    demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST, sync_interval=interval)
     sampler = WindowSampler(fleet, demand, keep_group=keep_group)
     return sampler, TrainingPrompts([], cursor)
 
@@ -165,40 +172,42 @@ def trained_on(batch):
     return list(dict.fromkeys(batch.source_id.tolist()))
 
 
-def one_iteration(fleet, sampler, source, iteration, staleness):
+def one_iteration(fleet, sampler, source, iteration, staleness, interval=1):
     """Collect, check what may be checked of a batch, publish; return the groups."""
     batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
     assert len(batch) == P * SAMPLES and batch.sample_id.tolist() == list(range(P * SAMPLES))
     assert batch.group_id.tolist() == [i // SAMPLES for i in range(P * SAMPLES)]
-    behind = (iteration - 1 - batch.token_versions)[batch.response_mask]
+    syncs = (iteration - 1) // interval - batch.token_versions // interval
+    behind = syncs[batch.response_mask]
     assert 0 <= int(behind.min()) and int(behind.max()) <= staleness
     sums = Sums()
     sampler.score(batch, sums)
     numbers = sums.reduce(ONE_RANK)
+    assert numbers["async/staleness_max"] == int(behind.max())
     fleet.told_lost += numbers["async/worlds_lost"]
     made = numbers["async/samples_sampled"]
     assert made == sum(numbers[f"async/samples_{name}"] for name in ("trained", "dropped", "in_flight"))
     assert numbers["async/samples_trained"] == iteration * P * SAMPLES
     assert numbers["async/tokens_dropped"] == 2 * numbers["async/samples_dropped"]  # of 1 and of 3 tokens
     assert 2 * numbers["async/tokens_aborted"] == 5 * numbers["async/interrupted"]
-    fleet.version = iteration
-    sampler.published(iteration)
+    fleet.publish(iteration, sampler)
     return trained_on(batch)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (3, 1), (0, 3), (1, 3), (2, 5)])
 @pytest.mark.parametrize("deaths", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_group_is_used_once_and_none_is_too_old(staleness, deaths, seed):
+def test_each_group_is_used_once_and_none_is_too_old(staleness, interval, deaths, seed):
     fleet = Fleet(seed, deaths=deaths, speed=0.3)
-    sampler, source = sampler_of(fleet, staleness=staleness)
+    sampler, source = sampler_of(fleet, staleness=staleness, interval=interval)
     used = []
     for iteration in range(1, LAST + 1):
-        used += one_iteration(fleet, sampler, source, iteration, staleness)
+        used += one_iteration(fleet, sampler, source, iteration, staleness, interval)
         started = {number for link in fleet.all_links for number in link.given}
-        assert len(started) <= P * min(iteration + 1 + staleness, LAST)  # the capacity
+        allowed = interval * (iteration // interval + 1 + staleness)  # the capacity
+        assert len(started) <= P * min(allowed, LAST)
     assert sorted(used) == list(range(P * LAST))  # without drops every prompt, once
-    if staleness == 0:
+    if (staleness, interval) == (0, 1):
         assert used == sorted(used)
     assert fleet.told_lost == fleet.num_lost and bool(deaths) == bool(fleet.num_lost)
     seen = [fleet.prompt_of[number] for number in sorted(used)]
@@ -206,30 +215,29 @@ def test_each_group_is_used_once_and_none_is_too_old(staleness, deaths, seed):
     assert seen == [PROMPTS[i] for i in plain.draw(P * LAST)]
 
 
+@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed):
+def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed, interval):
     draw, fleet = random.Random(seed), Fleet(seed, deaths=0.1)
-    sampler, source = sampler_of(fleet, staleness=2)
+    sampler, source = sampler_of(fleet, staleness=2, interval=interval)
     iteration, used, saved = 1, {}, None
     while iteration <= LAST:
         if saved is not None and draw.random() < 0.3:  # from the checkpoint, with or without its collection
             state, at, cursor, collected = saved
             fleet = Fleet(seed + iteration, deaths=0.1)
-            fleet.version = at
-            sampler, source = sampler_of(fleet, staleness=2)
+            sampler, source = sampler_of(fleet, staleness=2, interval=interval)
             sampler.load_state_dict(state)
-            sampler.published(at)
+            fleet.publish(at, sampler, is_first=True)
             source.cursor.load_state_dict(cursor)
             if collected and draw.random() < 0.5:
                 groups, after = collected
                 sampler.begin(at + 2, after, Resumed(num_samples=P * SAMPLES, groups=groups))
-                fleet.version = at + 1
-                sampler.published(at + 1)
+                fleet.publish(at + 1, sampler)
                 used[at + 1] = groups
                 iteration, saved = at + 2, None
                 continue
             iteration = at + 1
-        used[iteration] = one_iteration(fleet, sampler, source, iteration, 2)
+        used[iteration] = one_iteration(fleet, sampler, source, iteration, 2, interval)
         if saved is not None and saved[1] == iteration - 1:
             saved = (*saved[:3], (sampler.taken(), source.cursor.state_dict()))
         if draw.random() < 0.5:
@@ -270,8 +278,7 @@ def staleness_of(sampler, source, fleet, *, iterations=LAST):
     for iteration in range(1, iterations + 1):
         batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
         found.append(int((iteration - 1 - batch.token_versions)[batch.response_mask].max()))
-        fleet.version = iteration
-        sampler.published(iteration)
+        fleet.publish(iteration, sampler)
     return found
 
 

@@ -34,7 +34,7 @@ def correction_of(config: TrainerConfig) -> str:
     """Return algorithm.correction, with auto replaced by what it stands for."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    is_stale = config.async_.max_staleness > 0 and config.algorithm.old_logprobs != "sampler"
+    is_stale = config.async_.is_stale and config.algorithm.old_logprobs != "sampler"
     return "truncate" if is_stale else "none"
 
 
@@ -48,7 +48,7 @@ def with_correction(config: TrainerConfig) -> AlgorithmConfig:
     level = config.algorithm.correction_level
     if level == "auto":
         is_short = config.rollout.max_tokens <= SHORT_TOKENS
-        level = "sequence" if config.async_.max_staleness > 0 and is_short else "token"
+        level = "sequence" if config.async_.is_stale and is_short else "token"
     return replace(config.algorithm, correction=correction_of(config), correction_level=level)
 
 

@@ -55,7 +55,7 @@ def write_repeating(actor: VLLMActor, *, chance: float, step: int = 1) -> None:
 
 def _signs(rows: list[int], columns: int, like: Tensor) -> Tensor:
     """Return 1 and -1 by a hash of row and column: [R, C] of the dtype of `like`."""
-    row_R1 = torch.tensor(rows, device=like.device)[:, None]
+    row_R1 = torch.tensor(rows, dtype=torch.long, device=like.device)[:, None]
     mixed_RC = row_R1 * 0x9E3779B1 + torch.arange(columns, device=like.device) * 0x85EBCA77
     for factor in (0x2C1B3C6D, 0x297A2D39):
         mixed_RC = (mixed_RC ^ (mixed_RC >> 15)) * factor

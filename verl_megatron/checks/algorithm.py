@@ -115,7 +115,11 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     """
     correction, named = correction_of(config), config.algorithm.correction
     if named == "auto":
-        named = f"auto ({correction}, because async.max_staleness={config.async_.max_staleness})"
+        given = config.async_
+        named = (
+            f"auto ({correction}, because async.max_staleness={given.max_staleness} and "
+            f"async.sync_interval={given.sync_interval})"
+        )
     truncated = _truncated(config)
     if correction == "none" or not truncated:
         return []

@@ -84,17 +84,23 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
 
 def _check_asynchrony(config: TrainerConfig) -> list[str]:
     """Check the section async: what needs ranks of its own, and what needs a window."""
-    asynchrony, problems = config.async_, []
-    given = {"max_staleness": asynchrony.max_staleness > 0, "buffer": asynchrony.buffer != "in_order"}
-    for name in (name for name, is_given in given.items() if is_given and not config.rollout.devices):
+    asynchrony, defaults, problems = config.async_, AsyncConfig(), []
+    names = ("max_staleness", "sync_interval", "buffer") if not config.rollout.devices else ()
+    for name in (name for name in names if getattr(asynchrony, name) != getattr(defaults, name)):
         problems.append(
             f"async.{name}={getattr(asynchrony, name)} needs a rollout on ranks of its own; name them in "
-            f"rollout.devices, or leave it at {getattr(AsyncConfig(), name)}"
+            f"rollout.devices, or leave it at {getattr(defaults, name)}"
         )
     if asynchrony.partial != "finish" and asynchrony.buffer != "window":
         problems.append(
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
             f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"
+        )
+    if asynchrony.sync_interval > 1 and asynchrony.buffer != "window":
+        problems.append(
+            f"async.sync_interval={asynchrony.sync_interval} trains on the samples of a weight sync in "
+            f"several iterations, as they come, and async.buffer={asynchrony.buffer} on those of its own "
+            "prompts; set async.buffer=window, or sync_interval=1"
         )
     return problems
 

@@ -10,7 +10,13 @@ class AsyncConfig(Section):
     """Training and rollout at the same time, with `rollout.devices`."""
 
     max_staleness: int = setting(
-        0, "updates by which the weights of samples lag behind; 0: both sides take turns", within="[0, 64]"
+        0, "weight syncs by which samples may lag behind; 0: both sides take turns", within="[0, 64]"
+    )
+    sync_interval: int = setting(
+        1,
+        "iterations between weight syncs, with buffer=window: an iteration trains on the first samples that "
+        "are complete, and long ones may come later",
+        within="[1, 64]",
     )
     buffer: str = setting(
         "in_order",
@@ -24,3 +30,8 @@ class AsyncConfig(Section):
         "from their tokens with a new cache (continue) or with the old one (pause)",
         choices=("finish", "continue", "pause"),
     )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an iteration may train on samples of older weights than its own."""
+        return self.max_staleness > 0 or self.sync_interval > 1

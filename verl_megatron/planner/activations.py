@@ -82,15 +82,16 @@ def inference_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
 def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> float:
     """Bytes of the weights that a pass of a fully sharded model gathers, and of their gradients.
 
-    Two layers are there at once, and embedding and head all the time. Gradients are those of one layer or of
-    embedding and head, as computed and in float32, as they are reduced.
+    Two layers are there at once, and the head all the time. Gradients are those of one layer, of the embedding
+    or of the head: as computed, in float32 for the sum over the ranks, and a rank's share of that.
     """
     if run.config.engine.sharding != "full":
         return 0.0
-    layer = part_elements(role.arch, 1).layer
-    others = sum(role.elements) - sum(role.layers) * layer
-    gradients = (run.element_bytes + 4) * max(layer, others) if backward else 0.0
-    return (2 * layer + others) * run.element_bytes + gradients
+    parts = part_elements(role.arch, 1)
+    head = sum(role.elements) - sum(role.layers) * parts.layer - (0 if role.arch.tied else parts.embedding)
+    largest = max(parts.layer, parts.embedding, head)
+    gradients = (run.element_bytes + 4 + 4 / role.layout.dp) * largest if backward else 0.0
+    return (2 * parts.layer + head) * run.element_bytes + gradients
 
 
 def fp8_weight_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, copies: int) -> float:

@@ -198,7 +198,7 @@ class PlannedRun:
     def streams(self) -> bool:
         """Whether replicas generate without pause; with partial=finish they pause at each update."""
         given = self.config.async_
-        return given.max_staleness > 0 and given.buffer == "window" and given.partial != "finish"
+        return given.is_stale and given.buffer == "window" and given.partial != "finish"
 
     @property
     def samples(self) -> int:

@@ -6,7 +6,8 @@ from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.planned_run import PlannedRun
-from verl_megatron.planner.rollout.decoding import Stream, rollout_seconds, stream_of
+from verl_megatron.planner.rollout.decoding import pipeline_of, rollout_seconds
+from verl_megatron.planner.rollout.simulation import Pipeline
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
 from verl_megatron.planner.weight_sync import (
     adopt_seconds,
@@ -35,8 +36,8 @@ class TimePlan:
     gpus: int
     peak_flops: float  # of one GPU
     staleness: int = 0  # above 0 the next samples are generated while the other phases train
-    stream: Stream | None = None  # of a rollout without pause; None: it ends with each iteration's samples
     scoring: dict[str, float] = field(default_factory=dict)  # seconds of each scoring world, by name
+    pipeline: Pipeline | None = None  # without pause; None: the rollout ends with each iteration's samples
 
     @property
     def training(self) -> float:
@@ -46,24 +47,15 @@ class TimePlan:
     @property
     def overlaps(self) -> bool:
         """Whether both sides work at the same time."""
-        return self.staleness > 0
+        return self.staleness > 0 or self.pipeline is not None
 
     @property
     def iteration(self) -> float:
-        """Seconds of an iteration: both sides after each other, or the slowest of all worlds.
-
-        Without pause, a sample may take as long as max_staleness iterations and the wait for it in the one
-        that trains on it. So the longest response and a training fit into max_staleness + 1 iterations. It is
-        never slower than to wait for each iteration's samples, which are drawn in the same order.
-        """
+        """Seconds of an iteration: both sides after each other, or the slowest of all worlds."""
+        if self.pipeline is not None:
+            return self.pipeline.seconds
         rollout, training = self.seconds["rollout"], self.training
-        if not self.overlaps:
-            return rollout + training
-        slowest = max(rollout, training, *self.scoring.values())
-        if self.stream is None:
-            return slowest
-        late = (self.stream.longest + training) / (self.staleness + 1)
-        return max(slowest, min(self.stream.drained, late))
+        return max(rollout, training, *self.scoring.values()) if self.overlaps else rollout + training
 
     def mfu(self, *phases: str) -> float:
         """Model FLOPs utilization over `phases` (none: all in which models compute).
@@ -115,12 +107,8 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
     """Predict every phase; `work` is the result of `plan_work` if it is known already."""
     run = replace(run, budgets=memory.budgets)
     work = work or plan_work(run, machine)
-    staleness, stream = run.config.async_.max_staleness, None
-    if run.streams:
-        stream = stream_of(run, machine, memory.kv_cache_bytes)
-        rollout = min(stream.seconds, stream.drained)
-    else:
-        rollout = rollout_seconds(run, machine, memory.kv_cache_bytes)
+    staleness = run.config.async_.max_staleness
+    rollout = 0.0 if run.streams else rollout_seconds(run, machine, memory.kv_cache_bytes)
     if is_separate(run.config):
         arrival = 0.0 if staleness else arrival_seconds(run, machine)
         before = {
@@ -143,7 +131,12 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
         # Scored beside the passes of the training ranks, which do not wait for scores.
         beside = sum(seconds.get(phase, 0.0) for phase in ("log_probs", "values"))
         seconds["scores"] = max(0.0, max(scoring.values()) - beside)
-    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, staleness, stream, scoring)
+    time = TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, staleness, scoring)
+    if not run.streams:
+        return time
+    training_s = max(time.training, *scoring.values(), 0.0)
+    found = pipeline_of(run, machine, memory.kv_cache_bytes, training_s)
+    return replace(time, seconds=seconds | {"rollout": found.busy}, pipeline=found)
 
 
 def scoring_seconds(run: PlannedRun, machine: Machine) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Full sharding (ZeRO-3): weights, gradients and optimizer state divided among data-parallel ranks.
 
 torch's FSDP (`fully_shard`) gathers the weights of one layer at a time, for its forward and its backward
-pass. Embedding, final norm and heads are gathered for the whole pass, as the loss reads the output weight
-after the model's forward pass. Each parameter's rows are divided as `parallel.weights.row_shards` says.
+pass. Final norm and heads are gathered for the whole pass, as the loss reads the output weight after the
+model's forward pass. Each parameter's rows are divided as `parallel.weights.row_shards` says.
 """
 
 import warnings
@@ -46,10 +46,15 @@ class FullySharded(_BaseDataParallel):
         )
         # Megatron's attributes of the parameters, which torch does not carry over.
         self._marks = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
-        for layer in module.decoder.layers:
-            fully_shard(layer, **options, reshard_after_forward=True)
+        # A tied embedding is the output weight. Another one is gathered for itself: its gradient is reduced
+        # in float32, and beside the output's that would be the peak of a step's memory.
+        tied = module.share_embeddings_and_output_weights
+        self._gathered: list[Any] = [*module.decoder.layers, *([] if tied else [module.embedding])]
+        for part in self._gathered:
+            fully_shard(part, **options, reshard_after_forward=True)
         fully_shard(module, **options, reshard_after_forward=False)
-        for part in (*module.decoder.layers, module):
+        self._gathered.append(module)
+        for part in self._gathered:
             # Losses are divided by their global divisor, so gradients are summed, which gloo can do, too.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -94,7 +99,7 @@ class FullySharded(_BaseDataParallel):
 
     def reshard(self) -> None:
         """Free the gathered weights; called after each pass, as the optimizer may change the shards next."""
-        for part in (*self.module.decoder.layers, self.module):
+        for part in self._gathered:
             part.reshard()
 
     def zero_grad_buffer(self) -> None:

@@ -92,21 +92,20 @@ class Fleet(Roster[RolloutLink]):
 
     # ---- weights -------------------------------------------------------------------------------------------
 
-    def send(self, version: int) -> None:
-        """Begin to send the present weights to all worlds; the weights may change at once.
+    def send(self) -> None:
+        """Begin to send the present version to all worlds; the weights may change at once.
 
         A world that is not there, or found lost, gets what it needs when the next one has joined.
         """
-        self.version = version
         kept_for = set()  # sizes of worlds
         for link in self.links.values():
             try:
-                link.send(version)
+                link.send(self.version)
                 kept_for.add(len(link.served_by.ranks))
             except BridgeLostError:
                 pass
         if self._keeps and kept_for != {len(world.ranks) for world in self.worlds}:
-            self._keep(0, version, self._source.tensors)
+            self._keep(0, self.version, self._source.tensors)
 
     def is_unchanged(self) -> bool:
         """Whether the version that was sent last has the weights of the one before."""
@@ -128,6 +127,11 @@ class Fleet(Roster[RolloutLink]):
         if self.links[place].version != version:
             is_present = version == self.version
             self.links[place].send(version, None if is_present else self._copy_of(place, version))
+
+    def provide_any(self, place: int) -> None:
+        """Send the present weights to a world that has none yet; errors as of `provide`."""
+        if self.links[place].version is None:
+            self.links[place].send(self.version)
 
     def _copy_of(self, place: int, version: int) -> Parameters | None:
         own = self._kept.get((version, len(self.worlds[place].ranks)))

@@ -1,7 +1,7 @@
 """The groups of async.buffer=window that are ordered and not trained on: what is known of each, how many."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,26 +82,25 @@ class GroupTable:
         self.entries[arrival.number].arrival = arrival
         self._complete.append(arrival.number)
 
-    def choose(self, wanted: int, *, oldest: int) -> list[int] | None:
+    def choose(self, wanted: int, *, later: Callable[[int], int]) -> list[int] | None:
         """Return the groups to train on; None while some are missing.
 
-        Groups of version v can be used until the iteration whose oldest version is v, with `wanted` in each.
-        So those up to v that could not be used later must be taken; then come the first that are complete.
+        Those that could not be used in later iterations, with `wanted` in each, must be taken; then come the
+        first that are complete.
 
         Args:
-            oldest: version whose groups can be used no later.
+            later: iterations after this one in which groups of a version can be used.
         """
-        version_of = {number: entry.version for number, entry in self.training.items()}
-        complete = [number for number in self._complete if number in version_of]
+        later_of = {number: later(entry.version) for number, entry in self.training.items()}
+        complete = [number for number in self._complete if number in later_of]
         if len(complete) < wanted:
             return None
         chosen: list[int] = []
-        for version in sorted({oldest, *version_of.values()}):
-            until = sum(other <= version for other in version_of.values())
-            due = until - wanted * max(0, version - oldest)
+        for left in sorted(set(later_of.values())):
+            due = sum(other <= left for other in later_of.values()) - wanted * left
             assert due <= wanted, "more groups were started than can be used"
-            missing = due - sum(version_of[number] <= version for number in chosen)
-            able = [each for each in complete if version_of[each] <= version and each not in chosen]
+            missing = due - sum(later_of[number] <= left for number in chosen)
+            able = [each for each in complete if later_of[each] <= left and each not in chosen]
             if len(able) < missing:
                 return None
             chosen += able[: max(0, missing)]

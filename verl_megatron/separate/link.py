@@ -89,7 +89,7 @@ class RolloutLink:
         self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
         self._num_orders = self._num_fetches = 0
         self.has_served = False
-        self.received_s = 0.0  # in which samples were on their way to this rank
+        self.received_s = 0.0  # for which the samples that came last were on their way to this rank
 
     @property
     def report(self) -> ReshardReport:
@@ -197,11 +197,13 @@ class RolloutLink:
             self.bridge.put(fetch_key(replica, number), WAITS if waits else b"")
         owners = self.bridge.serving_ranks[:: self._tp]
         replies: list[Reply] = []
+        received_s = 0.0
         for each in replicas:
             replies.append(self._parcels.receive(source=owners[each], label=f"reply/{number}"))
             if replies[-1].groups:
-                self.received_s += self._parcels.receive_s
-                self.has_served = True
+                received_s += self._parcels.receive_s
+        if received_s:
+            self.received_s, self.has_served = received_s, True
         return replies
 
     def receive(self, number: int, order: Order) -> list[Samples]:
@@ -212,6 +214,7 @@ class RolloutLink:
         """
         sources = self._sources(order)
         samples: list[Samples] = []
+        self.received_s = 0.0
         for source in sources:
             samples.append(self._parcels.receive(source=source, label=str(number)))
             self.received_s += self._parcels.receive_s

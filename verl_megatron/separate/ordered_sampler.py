@@ -91,8 +91,8 @@ class OrderedSampler(RemoteSampler):
     def needs(self, version: int) -> bool:
         return version + 1 + self._max_staleness <= self._last
 
-    def published(self, version: int) -> None:
-        super().published(version)
+    def published(self, version: int, *, is_sent: bool) -> None:
+        super().published(version, is_sent=is_sent)
         if self._first is not None:
             self._order_until(version + 1 + self._max_staleness)
 

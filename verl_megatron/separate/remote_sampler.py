@@ -75,8 +75,9 @@ class Demand:
 
     draw: Draw  # of an iteration
     cursor: PromptCursor  # of the training prompts; orders name where to draw from
-    max_staleness: int  # updates that the weights of samples may lag behind those that train on them
+    max_staleness: int  # weight syncs that samples may lag behind
     last: int  # iteration of the run
+    sync_interval: int = 1  # iterations between weight syncs
 
 
 class RemoteSampler(ABC):
@@ -90,7 +91,6 @@ class RemoteSampler(ABC):
         self._max_staleness, self._last = demand.max_staleness, demand.last
         self._newest = 0  # published version
         self._rates = Rates(self.world)
-        self._received_s = 0.0  # seconds of the links at the last collection
         self._counts = Counts()
         self._dealt_again = (
             0  # prompts whose samples a world that ended has not made, since the last collection
@@ -103,8 +103,12 @@ class RemoteSampler(ABC):
     def needs(self, version: int) -> bool:
         """Whether samples will be made with this version."""
 
-    def published(self, version: int) -> None:
-        """Order what this version is for."""
+    def published(self, version: int, *, is_sent: bool) -> None:
+        """Order what this version is for.
+
+        Args:
+            is_sent: to the rollout worlds.
+        """
         self._newest = version
 
     @abstractmethod
@@ -178,10 +182,8 @@ class RemoteSampler(ABC):
         """Add how long weights and samples were on their way."""
         links = self._fleet.links.values()
         sums.max("async/weights_transfer_s", max((link.transfer_s for link in links), default=0.0))
-        received_s = sum(link.received_s for link in links)
-        # A world that was lost takes its seconds with it.
-        sums.max("async/sample_transfer_s", max(0.0, received_s - self._received_s))
-        self._received_s = received_s
+        # Those that came earlier were on their way while others were still generated.
+        sums.max("async/sample_transfer_s", sum(link.received_s for link in links))
 
     def _joined(self, joined: Sequence[int], since: float | None = None) -> Sequence[int]:
         """Say that worlds have joined; return their places.

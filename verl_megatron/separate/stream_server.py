@@ -1,6 +1,5 @@
 """A replica of a rollout world with async.buffer=window: generates groups of samples without pause."""
 
-import pickle
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,32 +16,30 @@ from verl_megatron.observe.timeline import WAITING
 from verl_megatron.rollout.sampler import Numbers, batch_of, rewards_of
 from verl_megatron.rollout.sampling import Generation, Request, sample_seed
 from verl_megatron.rollout.stream import FinishedGroup, Group, GroupStream, Partial
+from verl_megatron.separate.mailbox import Mailbox
 from verl_megatron.separate.orders import (
-    STOP,
     WAITS,
     Block,
     GroupSamples,
     Reply,
     StreamOrder,
-    fetch_key,
-    order_key,
     owner_of,
     version_key,
 )
 from verl_megatron.separate.serving import Exchange, Replica
 
-LOOK_S, MOST_STEPS = 0.03, 8  # between two looks at the store: a time, and decoding steps at most
+AGREE_S, MOST_STEPS = 0.03, 8  # between two agreements of several ranks: a time, and decoding steps at most
 HOLD_S = 0.1  # longest time that training waits for a reply with nothing in it
 CHECKED_SHARE = 0.05  # of the time, at most, in which weights are checked for replies
 
 
 @dataclass(frozen=True, kw_only=True)
 class _News:
-    """What the first rank of a replica has found in the store."""
+    """What the first rank of a replica has found out."""
 
-    order: StreamOrder | None
+    orders: list[StreamOrder]
     has_weights: bool
-    num_steps: int  # until the next look
+    num_steps: int  # until the ranks agree again
     reply: bool  # now
     has_samples: bool  # to reply with
     is_over: bool
@@ -69,18 +66,15 @@ class StreamServer:
         self._made: dict[int, _Made] = {}  # by sample_id
         self._scoring: list[FinishedGroup] = []
         self._complete: list[GroupSamples] = []  # since the last reply
-        self._num_orders = self._num_replies = 0
         self._changes = False  # new weights wait for running samples
-        self._num_steps, self._step_s = 1, 0.0  # until the next look, and the seconds of one
+        self._num_steps, self._step_s = 1, 0.0  # until the ranks agree again, and the seconds of one
         self._idle_s, self._since = 0.0, time.perf_counter()
         self._asked_at: float | None = None  # when training was first seen to wait for the next reply
         self._check_again_at = 0.0
         self._sender = ThreadPoolExecutor(1, "replies")
         self._sending: Future | None = None
-
-    @property
-    def _is_first(self) -> bool:
-        return self._engine.is_owner
+        # On the first rank of the replica, which tells the others.
+        self._mailbox = Mailbox(bridge, self._engine.replica) if self._engine.is_owner else None
 
     def serve(self) -> None:
         """Generate until the training world ends.
@@ -94,6 +88,8 @@ class StreamServer:
                     self._work()
         finally:
             self._sender.shutdown(wait=False, cancel_futures=True)
+            if self._mailbox is not None:
+                self._mailbox.close()
             if self._replica.pool is not None:
                 self._replica.pool.forget()
 
@@ -105,8 +101,6 @@ class StreamServer:
             self._scoring += self._stream.step()
             self._gather_scored()
             self._replica.activity.enter("rollout" if self._stream.num_running else WAITING)
-            if self._replica.ranks.size == 1 and self._exchange.versions.ready():
-                return  # one rank need not ask others whether they have the weights, too
             if not self._stream.num_running:
                 begin = time.perf_counter()
                 time.sleep(POLL_S)
@@ -117,12 +111,12 @@ class StreamServer:
     # ---- what the training world wants ---------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Act on what is new in the store; return whether the run is over."""
+        """Act on what is new; return whether the run is over."""
         news: _News | None = None
         reason = ""
-        if self._is_first:
+        if self._mailbox is not None:
             try:
-                news = self._news()
+                news = self._news(self._mailbox)
             except BridgeLostError as error:
                 reason = str(error)
         if self._replica.ranks.size > 1:
@@ -130,9 +124,7 @@ class StreamServer:
         if news is None:
             raise BridgeLostError(reason)
         self._num_steps = news.num_steps
-        if news.order is not None:
-            self._num_orders += 1
-            self._held.append(news.order)
+        self._held += news.orders
         if news.has_weights or self._changes:
             self._change_weights()
         while self._held and self._held[0].sync <= self._exchange.versions.version:
@@ -141,23 +133,21 @@ class StreamServer:
             self._reply(has_samples=news.has_samples)
         return news.is_over
 
-    def _news(self) -> _News:
-        bridge = self._exchange.bridge
+    def _news(self, mailbox: Mailbox) -> _News:
         if self._sending is not None and self._sending.done():
             self._sending.result()  # raises what went wrong
-        order, asked, stop = bridge.found(
-            order_key(self._num_orders), fetch_key(self._engine.replica, self._num_replies), STOP
-        )
+        mail = mailbox.take()
         with losing("receiving weights"):
             has_weights = self._exchange.versions.ready()
         has_samples = bool(self._complete) and time.perf_counter() >= self._check_again_at
+        agrees = self._replica.ranks.size > 1 and self._step_s > 0
         return _News(
-            order=None if order is None else pickle.loads(order),
+            orders=mail.orders,
             has_weights=has_weights,
-            num_steps=min(max(1, int(LOOK_S / self._step_s)), MOST_STEPS) if self._step_s else 1,
-            reply=asked is not None and (has_samples or asked != WAITS or self._has_waited()),
+            num_steps=min(max(1, int(AGREE_S / self._step_s)), MOST_STEPS) if agrees else 1,
+            reply=mail.asked is not None and (has_samples or mail.asked != WAITS or self._has_waited()),
             has_samples=has_samples,
-            is_over=stop is not None,
+            is_over=mail.is_over,
         )
 
     def _has_waited(self) -> bool:
@@ -260,7 +250,7 @@ class StreamServer:
 
     def _reply(self, *, has_samples: bool) -> None:
         """Send what is complete to its owner; the weights that made it are checked before."""
-        number, self._num_replies, self._asked_at = self._num_replies, self._num_replies + 1, None
+        self._asked_at = None
         complete: list[GroupSamples] = []
         if has_samples:
             begin = time.perf_counter()
@@ -268,8 +258,9 @@ class StreamServer:
             end = time.perf_counter()
             self._check_again_at = end + (end - begin) / CHECKED_SHARE
             complete, self._complete = self._complete, []
-        if not self._is_first:
+        if self._mailbox is None:
             return
+        number = self._mailbox.reply()
         sums, now = Sums(), time.perf_counter()
         self._engine.admission.add_load(sums, is_first=self._engine.world.is_first)
         sums.max("async/weights_adopt_s", self._exchange.versions.adopt_s)

@@ -50,15 +50,17 @@ class SeparateChannel:
             ReshardError: an update was made, and the weights to send are those of the version before.
         """
         first, self._version, self._is_published = not self._is_published, version, True
-        if first or self._sampler.needs(version) or self._is_validated(version):
-            self._gather()
-            self._fleet.send(version)
+        is_sent = first or self._sampler.needs(version) or self._is_validated(version)
+        self._gather()
+        self._fleet.version = version
+        if is_sent:
+            self._fleet.send()
             if was_updated and self._fleet.is_unchanged():
                 raise ReshardError(
                     f"version {version} of the weights equals the one before, though the update had a "
                     "gradient: the rollout would generate with old weights; raise actor.lr if it is tiny"
                 )
-        self._sampler.published(version)
+        self._sampler.published(version, is_sent=is_sent)
 
     def adopt(self) -> int:
         """Return the newest version; the first one is published now."""
@@ -123,7 +125,11 @@ def rollout_side(
     """
     drops, asynchrony = config.algorithm.dynamic_sampling, config.async_
     demand = Demand(
-        draw=draw, cursor=cursor, max_staleness=asynchrony.max_staleness, last=config.run.iterations
+        draw=draw,
+        cursor=cursor,
+        max_staleness=asynchrony.max_staleness,
+        last=config.run.iterations,
+        sync_interval=asynchrony.sync_interval,
     )
     sampler: RemoteSampler
     if asynchrony.buffer == "window":

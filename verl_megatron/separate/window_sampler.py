@@ -7,6 +7,9 @@ samples are only as stale as it takes to keep training busy.
 
 Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n all that
 are left, up to version k - n all but P, and so on. Then it takes the first that are complete.
+
+With async.sync_interval=M the weights are sent after each M-th iteration, and a period of M iterations takes
+the place of one: at most P · M · (p + 1 + n) groups have started in period p, counted from 0.
 """
 
 import time
@@ -50,9 +53,11 @@ class WindowSampler(RemoteSampler):
         self._table = GroupTable()
         self._skipped: set[int] = set()  # numbers that a checkpoint's collection has taken
         self._num_validations = 0
-        self._lead = Lead(self._draw.num_prompts, max_staleness=self._max_staleness)
-        self._collected_at = 0.0  # when the last collection ended
-        self._short_s = 0.0  # for which the last collection lacked groups, whichever, after it had asked once
+        self._interval = demand.sync_interval
+        self._per_sync = self._draw.num_prompts * self._interval  # groups
+        self._lead = Lead(self._per_sync, max_staleness=self._max_staleness)
+        self._collected_at = 0.0  # when the lead was last adapted
+        self._short_s = 0.0  # for which collections have lacked groups, whichever, since then
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
         self._taken: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
@@ -60,10 +65,11 @@ class WindowSampler(RemoteSampler):
         self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
 
     def needs(self, version: int) -> bool:
-        return version < self._last
+        return version < self._last and version % self._interval == 0
 
-    def published(self, version: int) -> None:
-        super().published(version)
+    def published(self, version: int, *, is_sent: bool) -> None:
+        if is_sent:
+            super().published(version, is_sent=is_sent)
         if self._begun:
             self._order_more()
 
@@ -86,9 +92,10 @@ class WindowSampler(RemoteSampler):
             if not self._begun:
                 self.begin(iteration, source.cursor.state_dict())
             self._admit()
-            oldest = iteration - 1 - self._max_staleness
-            numbers = self._wait_for(partial(self._table.choose, self._draw.num_prompts, oldest=oldest))
-            self._adapt_lead()
+            choose = partial(self._table.choose, self._draw.num_prompts, later=self._iterations_left)
+            numbers = self._wait_for(choose)
+            if iteration % self._interval == 0:
+                self._adapt_lead()
             source.cursor.load_state_dict(self._ahead.state_dict())
             self._taken, self._recently_dropped = numbers, 0
         else:
@@ -105,26 +112,31 @@ class WindowSampler(RemoteSampler):
             self._counts.check(self._in_flight())
         return batch
 
+    def _iterations_left(self, version: int) -> int:
+        """Return how many iterations after this one may train on samples of a version."""
+        last = self._interval * (version // self._interval + 1 + self._max_staleness)
+        return max(0, last - self._iteration)
+
     def _adapt_lead(self) -> None:
-        """Let the lead follow the speeds, as the slowest rank has found them."""
+        """Let the lead follow the speeds since it last did, as the slowest rank has found them."""
         now = time.perf_counter()
         is_short = self._collected_at > 0 and self._short_s > SHORT * (now - self._collected_at)
-        self._collected_at = now
+        self._collected_at, self._short_s = now, 0.0
         is_short = bool(self.world.all_max(torch.tensor(float(is_short))) > 0)
         self._lead.adapt(is_short=is_short, left=self._table.num_complete - self._draw.num_prompts)
 
     def _wait_for(self, chosen: Callable[[], list[int] | None]) -> list[int]:
         """Fetch what is complete until `chosen` returns groups."""
-        since, self._short_s = time.perf_counter(), 0.0
+        since = time.perf_counter()
         while True:
             self._fetch(since, waits=chosen() is None)
             if (numbers := chosen()) is not None:
                 return numbers
-            is_short = self._table.num_complete < self._draw.num_prompts
+            is_short, begin = self._table.num_complete < self._draw.num_prompts, time.perf_counter()
             self._fleet.work()
             time.sleep(WAIT_S)
             if is_short:
-                self._short_s = time.perf_counter() - since
+                self._short_s += time.perf_counter() - begin
 
     def _take(self, numbers: Sequence[int], draw: Draw) -> RolloutBatch:
         """Return this rank's samples of these groups, numbered without gaps."""
@@ -167,14 +179,17 @@ class WindowSampler(RemoteSampler):
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
 
     def _add_staleness(self, batch: RolloutBatch, sums: Sums) -> None:
-        newest = self._iteration - 1
+        newest = max(0, self._iteration - 1) // self._interval  # weight sync
         if self._iteration and batch.token_versions is not None:
-            behind_N = (newest - batch.token_versions)[batch.response_mask]
+            behind_N = (newest - batch.token_versions // self._interval)[batch.response_mask]
             sums.add("async/staleness_mean", behind_N.sum(), len(behind_N))
             for versions_T, mask_T in zip(batch.token_versions, batch.response_mask):
                 sums.add("async/versions_per_sample", len(versions_T[mask_T].unique()), 1)
-        sums.max("async/staleness_max", newest - min(arrival.versions[0] for arrival in self._arrivals))
-        sums.add("async/staleness_min", newest - max(arrival.versions[1] for arrival in self._arrivals), 1)
+        oldest, latest = (
+            least(arrival.versions[end] for arrival in self._arrivals) for end, least in enumerate((min, max))
+        )
+        sums.max("async/staleness_max", newest - oldest // self._interval)
+        sums.add("async/staleness_min", newest - latest // self._interval, 1)
         sums.add("async/groups_in_flight", len(self._table.training), 1)
 
     # ---- orders --------------------------------------------------------------------------------------------
@@ -193,8 +208,9 @@ class WindowSampler(RemoteSampler):
 
     def _order_more(self) -> None:
         """Order as many groups as training will want, all of which can still be used."""
-        wanted = self._draw.num_prompts
-        allowed = min(wanted * (self._newest + 1) + self._lead.groups, wanted * self._last)
+        period = self._newest // self._interval
+        allowed = self._per_sync * (period + 1) + self._lead.groups
+        allowed = min(allowed, self._draw.num_prompts * self._last)
         count = allowed - (self._next - self._num_replaced)
         if count <= 0:
             return
@@ -234,7 +250,7 @@ class WindowSampler(RemoteSampler):
             for number in own:
                 indices[self._table.entries[number].replica].append(number - block.first)
             try:
-                self._fleet.provide(place, self._newest)
+                self._fleet.provide_any(place)
                 order = StreamOrder(block=block, sync=0, indices=tuple(map(tuple, indices)))
                 self._fleet.links[place].give(order)
             except BridgeLostError:

@@ -5,19 +5,16 @@ longer. It adds the process's cost of a scheduler step, sampling for every sampl
 of each layer.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections.abc import Callable
 from math import ceil, inf
 
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, attention_channels, part_elements, served_elements
 from verl_megatron.planner.rollout.serving import kv_bytes_per_token, samples_cached
+from verl_megatron.planner.rollout.simulation import Costs, Decoding, Pipeline, pipeline
 from verl_megatron.planner.training import group_rate, slowdown
+from verl_megatron.planner.weight_sync import adopt_seconds
 from verl_megatron.rollout.admission import HIGH
-
-StepSeconds = Callable[[int, float], float]  # of running samples, and of their tokens in the KV cache
 
 
 def rollout_seconds(run: PlannedRun, machine: Machine, kv_cache_bytes: float) -> float:
@@ -25,64 +22,51 @@ def rollout_seconds(run: PlannedRun, machine: Machine, kv_cache_bytes: float) ->
     at_once = samples_at_once(run, kv_cache_bytes)
     if at_once < 1:
         return inf
-    lengths = _lengths_of_replica(run)
-    return _prefill_seconds(run, machine) + drain_seconds(
-        lengths, at_once, run.prompt_tokens, _step_seconds(run, machine)
+    decoding = _decoding(run, machine, at_once)
+    decoding.release(0, _lengths_of_replica(run))
+    decoding.advance()
+    return decoding.now
+
+
+def pipeline_of(run: PlannedRun, machine: Machine, kv_cache_bytes: float, training_s: float) -> Pipeline:
+    """Return seconds of async.buffer=window, where new samples take the places of finished ones.
+
+    Args:
+        training_s: seconds of an iteration without its rollout.
+    """
+    at_once = samples_at_once(run, kv_cache_bytes)
+    if at_once < 1:
+        return Pipeline(inf, inf)
+    prompt_s, adopt_s = _prompt_token_seconds(run, machine), adopt_seconds(run, machine)
+    continues = run.config.async_.partial == "continue"
+
+    def on_version(decoding: Decoding) -> None:
+        if continues:  # the new weights compute the cache of what is running
+            prompts = decoding.num_running / run.config.data.samples_per_prompt * run.prompt_tokens
+            decoding.spend((prompts + decoding.made_tokens) * prompt_s)
+        decoding.spend(adopt_s)
+
+    given = run.config.async_
+    lengths = _lengths_of_replica(run) * given.sync_interval
+    return pipeline(
+        _decoding(run, machine, at_once),
+        lengths,
+        groups=ceil(len(lengths) / run.config.data.samples_per_prompt),
+        training_s=training_s,
+        staleness=given.max_staleness,
+        interval=given.sync_interval,
+        on_version=on_version,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A replica that generates without pause."""
-
-    seconds: float  # in which it makes as many samples as an iteration takes
-    longest: float  # seconds of the longest response
-    drained: float  # seconds of an iteration's samples if none started before all have ended
-
-
-def stream_of(run: PlannedRun, machine: Machine, kv_cache_bytes: float) -> Stream:
-    """Return seconds of async.buffer=window, where new samples take the places of finished ones.
-
-    As many samples run as there is room for, but no more than are ordered while an iteration trains:
-    max_staleness times those of an iteration. The lead (`Lead` of `separate/group_table.py`) reaches that
-    where training would wait; elsewhere fewer run, and the rollout is as fast as training. A running sample
-    that is met at random is one of E[L²] / E[L] tokens on average, half of which it has made. With
-    async.partial=continue new weights compute the cache of these tokens again.
-    """
-    samples, length = _samples_of_replica(run), run.response_tokens
-    at_once = samples_at_once(run, kv_cache_bytes)
-    if at_once < 1:
-        return Stream(inf, inf, inf)
-    square = length**2 if run.lengths is None else run.lengths.mean_square
-    made = at_once * square / length / 2
-    step_s = _step_seconds(run, machine)(at_once, at_once * run.prompt_tokens + made)
-    again = 0.0
-    if run.config.async_.partial == "continue":
-        prompts = at_once / run.config.data.samples_per_prompt * run.prompt_tokens
-        again = (prompts + made) * _prompt_token_seconds(run, machine)
-    seconds = _prefill_seconds(run, machine) + samples * length / at_once * step_s + again
-    longest = max(_lengths_of_replica(run)) * step_s
-    return Stream(seconds, longest, rollout_seconds(run, machine, kv_cache_bytes))
-
-
-def drain_seconds(lengths: Iterable[int], at_once: int, prompt_tokens: int, step_s: StepSeconds) -> float:
-    """Seconds until all samples are finished, of which at most `at_once` run at a time, in this order.
-
-    Between two ends nothing but the tokens in the cache changes; half way they have their mean.
-    """
-    waiting, running = deque(lengths), []  # running: (step after which a sample ends, step before its first)
-    seconds, step, begun = 0.0, 0, 0  # begun: sum over the running samples
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            heappush(running, (step + waiting.popleft(), step))
-            begun += step
-        end, count = running[0][0], len(running)
-        cached = count * (prompt_tokens + (step + end) / 2) - begun
-        seconds += (end - step) * step_s(count, cached)
-        step = end
-        while running and running[0][0] == end:
-            begun -= heappop(running)[1]
-    return seconds
+def _decoding(run: PlannedRun, machine: Machine, at_once: int) -> Decoding:
+    costs = Costs(step_s=_step_seconds(run, machine), start_s=_start_seconds(run, machine))
+    return Decoding(
+        costs,
+        at_once=at_once,
+        prompt_tokens=run.prompt_tokens,
+        samples_per_prompt=run.config.data.samples_per_prompt,
+    )
 
 
 def _samples_of_replica(run: PlannedRun) -> int:
@@ -102,8 +86,9 @@ def samples_at_once(run: PlannedRun, kv_cache_bytes: float) -> int:
 
     The limits are vLLM's settings, its cache and the queue (rollout/dispatch.py).
     """
-    rollout = run.config.rollout
-    in_flight = _samples_of_replica(run) * (run.config.async_.max_staleness if run.streams else 1)
+    rollout, given = run.config.rollout, run.config.async_
+    iterations = given.sync_interval * (1 + given.max_staleness) if run.streams else 1
+    in_flight = _samples_of_replica(run) * iterations
     most = min(in_flight, rollout.max_num_seqs)
     if rollout.dynamic_batching:
         kv_cache_bytes *= HIGH
@@ -114,7 +99,7 @@ def samples_at_once(run: PlannedRun, kv_cache_bytes: float) -> int:
     )
 
 
-def _step_seconds(run: PlannedRun, machine: Machine) -> StepSeconds:
+def _step_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, float], float]:
     """Return the seconds of a decoding step."""
     arch, tp = run.actor.arch, run.config.rollout.tp
     parts, kv_bytes = served_elements(arch, tp), kv_bytes_per_token(run)
@@ -132,10 +117,20 @@ def _step_seconds(run: PlannedRun, machine: Machine) -> StepSeconds:
     return step_s
 
 
-def _prefill_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds of a replica's prompts. One is prefilled once; its other samples hit the prefix cache."""
-    prompts = ceil(run.config.data.prompts_per_iteration / run.replicas)
-    return prompts * run.prompt_tokens * _prompt_token_seconds(run, machine)
+def _start_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, int, float], float]:
+    """Return the further seconds of a step in which samples start.
+
+    A prompt is prefilled once; its other samples hit the prefix cache. vLLM launches such a step layer by
+    layer, without whole CUDA graphs.
+    """
+    prompt_s = run.prompt_tokens * _prompt_token_seconds(run, machine)
+    step_s, launch_s = _step_seconds(run, machine), run.actor.arch.num_layers * machine.decode_launch_s
+
+    def start_s(started: int, running: int, cached_tokens: float) -> float:
+        prefill_s = started / run.config.data.samples_per_prompt * prompt_s
+        return max(prefill_s, launch_s - step_s(running, cached_tokens))
+
+    return start_s
 
 
 def _prompt_token_seconds(run: PlannedRun, machine: Machine) -> float:
