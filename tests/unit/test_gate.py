@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel import gate
 from parallel.runtime import leftovers, process
 from tests.worlds import ROOT, environment_of_ranks
+from verl_megatron.commands import COMMANDS
 from verl_megatron.launch import ranks as launching
 from verl_megatron.observe.startup import StartClock
 
@@ -136,6 +138,21 @@ def test_a_command_that_checks_a_run_imports_no_models_and_no_engine():
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     subprocess.run(command, cwd=ROOT, env=environment_of_ranks(), check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_checks_are_forked_before_this_process_asks_for_gpus(monkeypatch):
+    """In a fork of a process that has initialized CUDA the checks would find no GPU."""
+    asked = []
+    for name in ("is_available", "device_count", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name) or 0)
+
+    def fork(check: object) -> None:
+        raise SystemExit(f"asked for {asked}")
+
+    monkeypatch.setattr(launching, "Gate", fork)
+    with pytest.raises(SystemExit, match=r"^asked for \[\]$"):
+        COMMANDS["train"].load()(["--config-name", "ppo_toy_cpu", "data.train=x"])
+    assert not launching.device.visible_gpus() and asked, "the functions that were replaced are those in use"
 
 
 def test_the_stages_of_a_start_add_up(monkeypatch):

@@ -91,6 +91,10 @@ def prepare() -> None:
     """Set what ranks inherit, and write out what this process has printed."""
     if not device.is_gpu():
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling takes longer than it saves
+    _flush()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
@@ -125,8 +129,10 @@ def check_and_start(
         ranks: returns how many; it may raise what `check` says.
         check: exits with a message if the run cannot work.
     """
-    prepare()
-    gate = Gate(check)
+    _flush()
+    gate = Gate(
+        check
+    )  # before anything here asks for GPUs: CUDA does not work in a fork of a process that has
     try:
         count = ranks()
     except ValueError:
