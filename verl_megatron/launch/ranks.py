@@ -130,9 +130,8 @@ def check_and_start(
         check: exits with a message if the run cannot work.
     """
     _flush()
-    gate = Gate(
-        check
-    )  # before anything here asks for GPUs: CUDA does not work in a fork of a process that has
+    # Before this process asks for GPUs: CUDA does not work in a fork of a process that has used it.
+    gate = Gate(check)
     try:
         count = ranks()
     except ValueError:
