@@ -79,7 +79,7 @@ def given_address() -> tuple[str, int]:
         if not os.environ.get(name):
             raise ValueError(
                 f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
-                "with verl-megatron train, or give all the same address (HOST:PORT) and token"
+                "with verl-megatron train without --role, or give all the same address (HOST:PORT) and token"
             )
     host, _, port = os.environ[ADDRESS].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:

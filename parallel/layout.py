@@ -176,6 +176,11 @@ def last_rank(devices: str) -> int:
     return max(map(int, re.findall("[0-9]{1,9}", devices)), default=0)
 
 
+def named_ranks(devices: str) -> tuple[int, ...]:
+    """Return the ranks that a device list names, none if it is empty; errors as of `parse_devices`."""
+    return parse_devices(devices, last_rank(devices) + 1) if devices else ()
+
+
 def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
     """Return the world ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
 

@@ -1,9 +1,10 @@
 """Models of a run (name, settings, head, trainable or not), and the ranks that train and generate."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from parallel.layout import Layout, last_rank, parse_devices
+from parallel.layout import Layout, named_ranks, parse_devices
 from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
@@ -77,8 +78,13 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
     if config.algorithm.kl_coef > 0:
         specs.append(reference)
     specs += [_scorer(config, name) for name in ("teacher", "reward") if getattr(config, name).path]
-    apart = set(chain.from_iterable(each.models for each in scoring_worlds(config)))
+    apart = names_apart(config)
     return tuple(spec for spec in specs if spec.name not in apart)
+
+
+def names_apart(config: TrainerConfig) -> set[str]:
+    """Return the names of the frozen models of the scoring worlds; errors as of `serving_worlds`."""
+    return set(chain.from_iterable(each.models for each in scoring_worlds(config)))
 
 
 def models_apart(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]:
@@ -135,9 +141,10 @@ class ServingWorld:
 def serving_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
     """Return the worlds that generate or score for training, by their ranks; the settings of devices say it.
 
-    Frozen models with the same devices share a world. A reference with devices has a world. So has a reward
-    model or teacher whose devices come after all that `actor.devices` and `critic.devices` name, or after
-    the first ranks of another such world. Else it is on ranks that train.
+    Devices that share ranks with those that surely train (`_training_ranks`) make no world. Frozen models
+    with the same devices share one. A rollout or reference with other devices has a world. So has a reward
+    model or teacher whose devices come after all that `actor.devices`, `critic.devices` and a colocated
+    rollout name, or after the first ranks of another such world. Else it is on ranks that train.
 
     Raises:
         ValueError: the devices are not understood, or are not the last ranks of the run.
@@ -159,13 +166,28 @@ def serving_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
     return tuple(worlds)
 
 
+def find_world(config: TrainerConfig, role: str) -> ServingWorld:
+    """Return the world that serves training under a name of --role; "rollout" is the first of several.
+
+    Raises:
+        ValueError: there is none; and as of `serving_worlds`.
+    """
+    worlds = {each.name: each for each in serving_worlds(config)}
+    if found := worlds.get(role) or worlds.get(f"{role}:0"):
+        return found
+    raise ValueError(
+        f"--role {role} is none of the worlds of {named_devices(config) or 'this run'}; "
+        + (f"choose {', '.join(['train', *worlds])}" if worlds else "leave it out, for there is one world")
+    )
+
+
 def named_devices(config: TrainerConfig) -> str:
     """Return the settings that give worlds their ranks, with their values, for a message."""
     try:
         names = list(_ranks_apart(config, _rollouts(config)))
     except ValueError:
         names = []
-    given = ["rollout"] * bool(config.rollout.devices) + names
+    given = ["rollout"] * is_separate(config) + names
     return " and ".join(f"{name}.devices={short_repr(getattr(config, name).devices)}" for name in given)
 
 
@@ -173,7 +195,8 @@ def _rollouts(config: TrainerConfig) -> list[ServingWorld]:
     text = config.rollout.devices
     ranks_of = [_named_ranks("rollout", text, part) for part in text.split("+")] if text else []
     if len(ranks_of) == 1:
-        return [ServingWorld(name="rollout", ranks=ranks_of[0])]
+        is_colocated = _training_ranks(config) & set(ranks_of[0])
+        return [] if is_colocated else [ServingWorld(name="rollout", ranks=ranks_of[0])]
     return [ServingWorld(name=f"rollout:{at}", ranks=own) for at, own in enumerate(ranks_of)]
 
 
@@ -184,20 +207,33 @@ def _ranks_apart(config: TrainerConfig, rollouts: list[ServingWorld]) -> dict[st
         devices: str = getattr(config, name).devices
         if devices:
             named[name] = _named_ranks(name, devices, devices)
+    training = _training_ranks(config)
     # From the first of these on ranks do not train.
     firsts = [each.ranks[0] for each in rollouts]
-    if "reference" in named:
+    if config.rollout.devices and not rollouts:
+        training |= set(named_ranks(config.rollout.devices))
+        firsts.append(1 + max(training))
+    if "reference" in named and not training & set(named["reference"]):
         firsts.append(named["reference"][0])
     if config.actor.devices:
-        firsts.append(1 + max(last_rank(model.devices) for model in (config.actor, config.critic)))
+        firsts.append(1 + max(training))
     return {name: ranks for name, ranks in named.items() if firsts and ranks[0] >= min(firsts)}
+
+
+def _training_ranks(config: TrainerConfig) -> set[int]:
+    """Return ranks that surely train: the first, and those that are named for the actor and the critic."""
+    ranks = {0}
+    for devices in (config.actor.devices, config.critic.devices):
+        with suppress(ValueError):  # refused with the model's other settings
+            ranks.update(named_ranks(devices))
+    return ranks
 
 
 def _named_ranks(section: str, text: str, part: str) -> tuple[int, ...]:
     try:
         if not part.strip():
             raise ValueError("a world has no ranks; write those of each, such as 2+3")
-        return parse_devices(part, last_rank(part) + 1)
+        return named_ranks(part)
     except ValueError as error:
         raise ValueError(f"{section}.devices={short_repr(text)}: {error}") from None
 
@@ -221,8 +257,11 @@ def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def is_separate(config: TrainerConfig) -> bool:
-    """Whether the rollout has ranks of its own."""
-    return bool(config.rollout.devices)
+    """Whether the rollout has ranks of its own; so it counts if devices are not understood."""
+    try:
+        return bool(_rollouts(config))
+    except ValueError:
+        return True
 
 
 def has_worlds(config: TrainerConfig) -> bool:
@@ -243,3 +282,14 @@ def num_training_ranks(config: TrainerConfig) -> int:
 def num_rollout_ranks(config: TrainerConfig, world_size: int) -> int:
     """Return how many ranks generate beside, or among, `world_size` training ranks."""
     return len(rollout_devices(config)) or world_size
+
+
+def scores_ahead(config: TrainerConfig) -> bool:
+    """Whether scoring worlds work on the samples of later iterations while training is at an earlier one.
+
+    With a window, it is not known before an iteration which samples are in it; with a greedy sample, which
+    of them are trained on.
+    """
+    has_greedy = "greedy" in get_algorithm(config.algorithm).needs
+    is_known = config.async_.buffer == "in_order" and not has_greedy
+    return is_separate(config) and config.async_.max_staleness > 0 and is_known

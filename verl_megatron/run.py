@@ -137,7 +137,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     scoring = ScoringFleet(config, meeting) if meeting is not None else None
     scorers = {}
     if scoring is not None:
-        scorers = remote_scorers(scoring, generation.sampler, with_greedy=draw.with_greedy)
+        scorers = remote_scorers(scoring, generation.sampler)
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
     )
@@ -285,7 +285,7 @@ class _Models:
         specs = models_of(config)
         self.engine: RolloutEngine | None = None
         self.sync: WeightSync | None = None
-        if config.rollout.devices:
+        if is_separate(config):
             actor = self._make_role(specs[0])
         else:
             actor = self._make_colocated(specs[0], arch)

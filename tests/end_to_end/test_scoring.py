@@ -1,11 +1,13 @@
 """Frozen models in a world of their own: the run beside the one with all models on one rank, and deaths."""
 
 import random
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from tests.end_to_end.conftest import TRAIN, settings_of
 from tests.end_to_end.launch import run
@@ -51,6 +53,21 @@ def test_in_turns_it_is_the_run_on_one_rank(job, toy, tmp_path):
     assert all(0 < row["async/score_wait_fraction"] < 1 and row["async/reward_s"] > 0 for row in rows)
 
 
+def test_a_teacher_alone_in_a_world_teaches_the_same(toy, tmp_path):
+    """On-policy distillation, whose only scores are the teacher's log-probs."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(toy / "model", folder)
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder)).float().save_pretrained(folder)
+    distillation = (*JOB, "algorithm.name=distillation", "algorithm.kl_coef=0", f"teacher.path={folder}")
+    run(1, TRAIN, *settings_of(toy, tmp_path / "together", *distillation), folder=tmp_path)
+    apart = ("rollout.devices=0", "teacher.devices=1")  # the rollout is where training is
+    ended_of(tmp_path, *settings_of(toy, tmp_path / "apart", *distillation, *apart))
+    assert numbers(tmp_path / "apart", but="async/") == numbers(tmp_path / "together")
+    assert weights(tmp_path / "apart") == weights(tmp_path / "together")
+    assert all(row["async/teacher_s"] > 0 for row in read_metrics(tmp_path / "apart")[1:])
+
+
 def test_a_scoring_world_that_dies_is_started_again_and_the_numbers_stay(stale, job, toy, tmp_path):
     """It works ahead of training, and is killed in the middle of that."""
     with started(tmp_path, *settings_of(toy, tmp_path / "run", *job, *STALE, *SCORING)) as worlds:
@@ -68,15 +85,19 @@ def test_at_whatever_moments_a_scoring_world_dies_the_numbers_stay(job, toy, tmp
     """Five kills of the scoring world, and two of the others, at random moments."""
     draw = random.Random(1)
     longer = [*job, *STALE, "run.iterations=24"]
-    ended_of(tmp_path, *settings_of(toy, tmp_path / "undisturbed", *longer), timeout_s=400)
+    begin = time.monotonic()
+    ended_of(tmp_path, *settings_of(toy, tmp_path / "undisturbed", *longer, *SCORING), timeout_s=400)
+    undisturbed_s = time.monotonic() - begin
     roles = ["reward"] * 5 + ["rollout", "train"]
     draw.shuffle(roles)
-    settings = settings_of(toy, tmp_path / "run", *longer, *SCORING)
+    settings, begin = settings_of(toy, tmp_path / "run", *longer, *SCORING), time.monotonic()
     with started(tmp_path, *settings, "--max-restarts", "1") as worlds:
         for place, role in enumerate(roles):
             kill(worlds, role, once=f"step {3 * place + 2}/24", after_s=draw.random() * 2, timeout_s=200)
         ended = worlds.wait(timeout_s=400)
         assert not ended.code and not worlds.leftovers(), ended.text
+    lost_s = time.monotonic() - begin - undisturbed_s
+    print(f"{len(roles)} faults: {lost_s / len(roles):.1f} s lost per fault")
     assert ended.stdout.count("the reward world ended with 137 and is started again") == 5
     assert ended.stdout.count("resuming after") == 1
     assert_same(tmp_path / "run", tmp_path / "undisturbed")

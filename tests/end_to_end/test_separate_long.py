@@ -23,7 +23,8 @@ from tests.end_to_end.test_separate import (
 )
 from verl_megatron.observe.tracking import read_metrics
 
-pytestmark = pytest.mark.long
+# Five minutes for 400 iterations, and a quarter of an hour for what samples teach, on two idle cores.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 WAITED = re.compile(r"rollout world \d+ has joined; training has waited ([\d.]+) s")
 SEEDS = (1, 2, 3)
 

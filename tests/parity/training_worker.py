@@ -6,6 +6,7 @@ Letters: N tokens asked about in a sample.
 import sys
 
 from parallel.layout import Layout
+from tests.parity.few_samples import check_few_samples
 from tests.parity.full_sharding import check_full_sharding
 from tests.parity.pairs import check_pairs
 from tests.parity.plain_training import check_plain
@@ -84,6 +85,7 @@ if __name__ == "__main__":
             "offload": check_offload,
             "turns": check_turns,
             "pairs": check_pairs,
+            "few_samples": check_few_samples,
         },
         sys.argv[1:],
     )

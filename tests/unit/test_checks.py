@@ -90,7 +90,7 @@ BAD = [
     (dict(rollout__devices="4"), ["rollout.tp=2 must divide the number of ranks that generate, 1;"]),
     (dict(rollout__devices="2-3"), ["rollout.devices='2-3' leaves 2 ranks to train, and 4 were started"]),
     (dict(rollout__devices="4,6"), ["rollout.devices='4,6' must be the last ranks of the run"]),
-    (dict(rollout__devices="0-3"), ["rollout.devices='0-3' must be the last ranks of the run"]),
+    (dict(rollout__devices="0-1"), ["rollout.devices='0-1' shares ranks", "write 0-3, or only ranks after"]),
     (dict(rollout__devices="five"), ["rollout.devices='five'"]),
     (
         dict(rollout__devices="4-5", reshard__mode="swap"),
@@ -102,6 +102,7 @@ BAD = [
     ),
     (dict(async__max_staleness=2), ["async.max_staleness=2 needs a rollout on ranks of its own"]),
     (dict(async__max_staleness=-1), ["async.max_staleness=-1"]),
+    (dict(rollout__devices="4-5", async__sync_interval=2), ["async.sync_interval=2", "buffer=window, or"]),
     (
         dict(rollout__devices="4-5", async__max_staleness=1, rollout__top_p=0.6),
         ["algorithm.correction=auto", "rollout.top_p=0.6"],

@@ -37,6 +37,8 @@ ARGUMENTS = [
     (["a.b@c=d"], "a.b@c=d"),
     (["rolout.tp=2"], 'rolout is no section, did you mean "rollout"?'),
     (["rollout=2"], "rollout=2 is no section with settings"),
+    (["reward=[1]"], "reward=[1] is no section with settings"),
+    (["rollout.stop=[a]", "rollout.stop={a:b}"], "Error merging override rollout.stop={a:b}: there is a"),
     (["run.seed=${x}"], "run.seed: Interpolation key 'x' not found"),
     (["run.seed=${run.seed}"], "run.seed"),
     (["rollout.stop=["], "'rollout.stop=[' cannot be read"),
@@ -138,6 +140,16 @@ def test_arguments_that_cannot_be_meant(arguments, words, folder):
     ended = (command if is_special else forked)(arguments, folder, recipe=recipe)
     assert is_one_sentence(ended, words), (ended.returncode, ended.stdout[-500:], ended.stderr[-2000:])
     assert len(ended.stderr) < 1500
+
+
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
+@pytest.mark.parametrize("path", ["", "nowhere", "good.yaml", "circle", "a" * 5000])
+def test_what_is_no_folder_of_recipes_is_named_with_its_option(option, path, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    if not os.path.lexists("circle"):
+        os.symlink("circle", "circle")
+    with pytest.raises(ValueError, match=f"^{option} '{path[:9]}.* is no folder of recipes; name one"):
+        settings_of([option, path, "--config-name", "good"])
 
 
 @pytest.mark.parametrize(("text", "words"), BAD_RECIPES, ids=lambda x: str(x)[:20])

@@ -98,6 +98,10 @@ REFUSED = [
     (["train", "data.train=x", "critic.layout=tp999999999"], "need 999,999,999 ranks, and this"),
     (["train", "data.train=x", "actor.devices=0-99999999"], "need 100,000,000 ranks, and this"),
     (["train", "data.train=x", "rollout.devices=4-99999999"], "name rank 99999999, and a run has at most"),
+    (["train", "data.train=x", "rollout.devices=1", "--role", "reward"], "choose train, rollout"),
+    (["train", "data.train=x", "rollout.devices=1+2", "--role", "rollout:2"], "choose train, rollout:0, r"),
+    (["train", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
+    (["sft", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
     (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),
@@ -236,6 +240,18 @@ def test_the_order_of_defaults_is_that_of_their_settings(tmp_path):
     assert run == {"iterations": 4, "seed": 3, "save_interval": 1}
 
 
+def test_lists_and_mappings_of_other_recipes_are_replaced_by_each_other(tmp_path):
+    (tmp_path / "base.yaml").write_text("reward: {function: {a: match, b: exact}}\nrollout: {stop: [a, b]}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [base]\nreward: {function: [match]}\nrollout: {stop: [c]}\n"
+    )
+    given = ["--config", str(tmp_path / "own.yaml")]
+    settings = settings_of(given)[1]
+    assert settings == {"reward": {"function": ["match"]}, "rollout": {"stop": ["c"]}}
+    settings = settings_of([*given, "reward.function={c:json}", "rollout.stop={a:b}"])[1]
+    assert settings == {"reward": {"function": {"c": "json"}}, "rollout": {"stop": {"a": "b"}}}
+
+
 def test_a_recipe_extends_the_shipped_one_of_its_name(tmp_path):
     (tmp_path / "ppo_toy_cpu.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {seed: 9}\n")
     _, settings = settings_of(["--config", str(tmp_path / "ppo_toy_cpu.yaml")])
@@ -312,6 +328,8 @@ def test_a_run_gets_the_fewest_ranks_that_its_layouts_need(monkeypatch):
     assert ranks_of(config) == 4
     config.rollout.tp = 3
     assert ranks_of(config) == 12
+    config.rollout.devices = "0-7"  # colocated
+    assert ranks_of(config) == 8
     assert ranks_of(SFTConfig(actor=ModelConfig(layout="tp2dp3"))) == 6
     assert ranks_of(SFTConfig(actor=ModelConfig(devices="0-4"))) == 5
     assert ranks_of(SFTConfig(actor=ModelConfig(layout="nonsense"))) == 1  # the checks say why

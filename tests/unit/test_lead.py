@@ -8,7 +8,8 @@ from statistics import mean
 
 import pytest
 
-from verl_megatron.separate.group_table import (
+from verl_megatron.separate.orders import Block
+from verl_megatron.separate.window.group_table import (
     GROWTH,
     MEMORY,
     SHORT,
@@ -18,7 +19,6 @@ from verl_megatron.separate.group_table import (
     GroupTable,
     Lead,
 )
-from verl_megatron.separate.orders import Block
 
 P, TRAINING_S, LOOK_S = 32, 1.0, 0.01
 BLOCK = Block(first=0, count=P, draw=None, cursor=None)  # type: ignore[arg-type]  # nothing draws here

@@ -43,12 +43,21 @@ def test_a_distribution_has_the_moments_and_quantiles_of_its_draws(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "5-", "-5", "9-8", "1:0", "1-9,5-20", "a", "1,,2", "9" * 50, "1.5"]
+    "text",
+    [
+        *("", "0", "5-", "-5", "9-8", "1-9,5-20", "a", "1,,2", "9" * 50, "1.5"),
+        *("1:0", "1:0.0", "1:-1", "1:", "1:.", "1:1e", "1:1e999", "1:nan", "1:inf", "1:0x1", "1:1.2.3"),
+    ],
 )
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match="--lengths") as refused:
         Lengths.parse(text)
     assert "write" in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["8:0.8,16-32:0.2", "8:8,16-32:2.", "8:.4,16-32:.1", "8:4e-2,16-32:1E-2"])
+def test_only_the_ratios_of_weights_count(text):
+    assert [each.share for each in Lengths.parse(text).ranges] == pytest.approx([0.8, 0.2])
 
 
 def drained(lengths, at_once, step_s, **costs) -> float:
@@ -138,7 +147,6 @@ def simulated(lengths, training, *, staleness, interval=1, at_once=100, samples_
     found = pipeline(
         decoding,
         lengths,
-        groups=len(lengths) // samples_per_prompt,
         training_s=training,
         staleness=staleness,
         interval=interval,

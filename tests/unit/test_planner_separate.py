@@ -53,20 +53,21 @@ def test_both_sides_take_turns_at_staleness_0_and_overlap_above():
 
 def test_frozen_models_apart_score_beside_the_others():
     apart = {"reference.devices": "4-5", "reference.layout": "tp2", "rollout.devices": "6-7"}
-    by_staleness = {}
-    for staleness in (0, 1):
-        run = separate(4, 8, **apart, **{"async.max_staleness": staleness})
-        by_staleness[staleness] = plan_seconds(run, H200, plan_memory(run, H200))
+    plans = []
+    for staleness, buffer in ((0, "in_order"), (1, "in_order"), (1, "window")):
+        run = separate(4, 8, **apart, **{"async.max_staleness": staleness, "async.buffer": buffer})
+        plans.append(plan_seconds(run, H200, plan_memory(run, H200)))
     assert [role.name for role in run.roles] == ["actor", "critic"] and (run.gpus, run.world_size) == (8, 4)
     (reference,) = run.scoring[0].roles
     alone = H200.phase_s + infer_seconds(run, H200, [reference])
-    turns, beside = by_staleness[0], by_staleness[1]
+    turns, beside, window = plans
     assert turns.scoring == beside.scoring == {"reference": pytest.approx(alone)}
     # in turns: what is left of it when the training ranks have passed over the samples
     passes = turns.seconds["log_probs"] + turns.seconds["values"]
     assert turns.seconds["scores"] == pytest.approx(max(0.0, alone - passes))
     assert turns.iteration == pytest.approx(sum(turns.seconds.values()))
     assert "scores" not in beside.seconds
+    assert window.seconds["scores"] == turns.seconds["scores"], "its samples are not known ahead"
     slow = replace(beside, scoring={"reference": 1000.0})
     assert slow.iteration == 1000.0 and "training waits" in waiting(slow) and "reference" not in waiting(slow)
     assert beside.iteration == max(beside.seconds["rollout"], beside.training, alone)

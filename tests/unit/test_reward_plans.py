@@ -117,9 +117,7 @@ def test_values_of_the_command_line_meet_those_of_a_recipe(tmp_path):
 
     assert set(read_plan(given("{c:json}")).routes) == {"a", "b", "c"}
     assert set(read_plan(given("'{c:json}'")).routes) == {"c"} and given("json") == "json"
-    with pytest.raises(ValueError, match="Error merging .*quote the value to replace it"):
-        given("[match]")
-    assert parts_of(given("'[match:2]'")) == [("match", 2)]
+    assert parts_of(given("[exact]")) == [("exact", 1)] and parts_of(given("'[match:2]'")) == [("match", 2)]
 
 
 def test_an_address_of_another_kind_and_an_empty_format_are_refused():

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.worlds import free_port
 from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import REMEDIES, RewardPool
 from verl_megatron.rewards.server import MOST_SAMPLES, server_problem
@@ -51,11 +52,6 @@ def serving(answer: Answer, requests: list | None = None) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def asked(answer: Answer, *, count: int = 2, timeout_s: float = 5.0) -> tuple[dict, RewardPool]:

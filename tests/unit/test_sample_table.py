@@ -113,15 +113,13 @@ def test_groups_that_share_their_prompt_are_whole_and_within_the_budget(dp):
     )
 
 
-def test_a_rank_without_samples_still_takes_its_turn():
-    table = make_table([3, 4, 5, 6], 2)
-    for multiple_of in (1, 2):
-        nothing = torch.zeros(0, dtype=torch.int64)
-        assert (
-            table.micro_batches(nothing, tokens_per_micro_batch=10, multiple_of=multiple_of)
-            == [[[]] * multiple_of] * 2
-        )
-    assert table.micro_batches(torch.tensor([2]), tokens_per_micro_batch=10, multiple_of=1) == [[[]], [[0]]]
+def test_a_rank_without_samples_has_no_micro_batches():
+    """The pipeline schedule lets it take part all the same."""
+    table, nothing = make_table([3, 4, 5, 6], 2), torch.zeros(0, dtype=torch.int64)
+    for multiple in (1, 2):
+        options = {"tokens_per_micro_batch": 10, "multiple_of": multiple}
+        assert table.micro_batches(nothing, **options) == [[], []]
+        assert table.micro_batches(torch.tensor([2]), **options) == [[], [[0]] + [[]] * (multiple - 1)]
 
 
 def test_a_sample_above_the_budget_is_alone():

@@ -185,6 +185,13 @@ def test_groups_are_cut_where_a_bin_would_have_more_tokens():
     assert sorted(map(sorted, halves)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("members", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1], [2]]])
+def test_groups_are_cut_before_a_rank_gets_no_sample(members):
+    """Also where the longest sample alone is the heaviest bin, so that no cut lowers it."""
+    bins = Units(members, [1010, 15, 15], [10, 10, 10]).spread(3)
+    assert sorted(bins) == [[0], [1], [2]]
+
+
 def test_groups_are_cut_at_the_token_budget():
     """Pieces of 10 + 4 + 3 + 2, 14, 4 and 20 tokens: the last is above the budget, and 14 + 4 fit."""
     units = Units([[0, 1, 2, 3], [4, 5]], [14, 13, 12, 14, 4, 20], [10, 10, 10, 10, 2, 2])

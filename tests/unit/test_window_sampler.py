@@ -15,10 +15,10 @@ from verl_megatron.model_specs import ServingWorld
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.rollout.sampling import Generation, Sampling
-from verl_megatron.separate import window_sampler
 from verl_megatron.separate.orders import VALIDATION, GroupSamples, Reply, shares_of
 from verl_megatron.separate.remote_sampler import Demand, Resumed
-from verl_megatron.separate.window_sampler import WindowSampler
+from verl_megatron.separate.window import window_sampler
+from verl_megatron.separate.window.window_sampler import WindowSampler
 
 P, SAMPLES, LAST = 4, 2, 12
 DRAW = Draw(num_prompts=P, samples_per_prompt=SAMPLES, sampling=Sampling(max_tokens=4), max_rounds=3)

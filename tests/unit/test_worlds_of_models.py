@@ -30,6 +30,7 @@ def test_disjoint_devices_are_worlds_of_their_own():
         "rollout": ((2, 3), ()),
         "reward": ((4, 5), ("reward",)),
     }
+    assert serving_worlds(devices_in({"actor": {"devices": 0}, "teacher": {"devices": 1}}))  # as YAML has it
     assert list(worlds_of(actor="0-1", teacher="2", rollout="3+4")) == ["teacher", "rollout:0", "rollout:1"]
 
 
@@ -37,6 +38,9 @@ def test_overlapping_devices_are_colocated():
     assert worlds_of(reward="2-3") == {}  # the actor has all ranks
     assert worlds_of(actor="0-1", critic="2-3", reward="3") == {}
     assert worlds_of(actor="0-3", reward="2-3", rollout="4") == {"rollout": ((4,), ())}
+    assert worlds_of(rollout="0-3", reference="0-3") == worlds_of(actor="2-3", rollout="0-3") == {}
+    assert worlds_of(actor="0-3", reference="2-5") == worlds_of(actor="0-3", rollout="2-5") == {}
+    assert worlds_of(rollout="0-3", reward="4") == {"reward": ((4,), ("reward",))}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_overlapping_devices_are_colocated():
     [
         {"rollout": "2", "reference": "2"},
         {"rollout": "2", "reward": "4"},
-        {"reference": "0"},
+        {"rollout": "0-1+2-3"},
         {"reference": "2-3", "reward": "3-4"},
     ],
 )
@@ -73,7 +77,22 @@ def test_models_are_where_their_devices_are():
         ),
         ({"actor.devices": "0-1", "reward.devices": "2"}, "reward.path is empty"),
         ({"algorithm.kl_coef": 0.0, "reference.devices": "2"}, "reference.devices=2 has no effect with"),
-        ({"reference.layout": "tp2"}, "reference.layout=tp2 has no effect without reference.devices"),
+        ({"reference.layout": "tp2"}, "reference.layout=tp2 has no effect without ranks of its own"),
+        (
+            {"reference.devices": "0-1", "reference.layout": "tp2"},
+            "reference.layout=tp2 has no effect without ranks of its own",
+        ),
+        (
+            {"actor.devices": "0", "reference.devices": "0-1"},
+            "reference.devices='0-1' shares ranks with those that train, and there the reference uses those "
+            "of the actor; write 0, or",
+        ),
+        (
+            {"rollout.devices": "0-2"},
+            "rollout.devices='0-2' shares ranks with those that train, and there vLLM uses all of them; "
+            "write 0-1, or",
+        ),
+        ({"rollout.devices": "0-1", "async.max_staleness": 1}, "async.max_staleness=1 needs a rollout"),
         ({"reference.devices": "3"}, "reference.devices='3' leaves 3 ranks to train, and 2 were started"),
     ],
 )

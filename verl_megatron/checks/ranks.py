@@ -19,12 +19,15 @@ def ranks_needed(config: TrainerConfig | SupervisedConfig) -> int:
         ValueError: a layout or devices cannot be read.
     """
     needs = [max(config.rollout.tp, 1)] if isinstance(config, TrainerConfig) else []  # 0 is refused later
-    last = 0
+    devices = config.rollout.devices if isinstance(config, TrainerConfig) else ""
+    last = last_rank(devices)
     for spec in models_of(config):
         if spec.model.devices:
             last = max(last, last_rank(spec.model.devices))
         else:
             needs.append(least_ranks(spec.model.layout))
+    if devices:
+        return last + 1  # a rollout on the ranks that train is on all of them
     together = math.lcm(*needs)
     return together * math.ceil((last + 1) / together)
 

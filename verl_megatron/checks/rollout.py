@@ -4,6 +4,7 @@ The last functions check the table of `rollout.adaptive_sampling` against the al
 """
 
 from parallel import device
+from parallel.layout import named_ranks
 from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
@@ -14,7 +15,9 @@ from verl_megatron.checks.versions import Version, installed, minor
 from verl_megatron.config import LEAST_TEMPERATURE, AsyncConfig, RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import (
     has_worlds,
+    is_separate,
     named_devices,
+    names_apart,
     num_training_ranks,
     rollout_worlds,
     serving_worlds,
@@ -85,18 +88,22 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
 def _check_asynchrony(config: TrainerConfig) -> list[str]:
     """Check the section async: what needs ranks of its own, and what needs a window."""
     asynchrony, defaults, problems = config.async_, AsyncConfig(), []
-    names = ("max_staleness", "sync_interval", "buffer") if not config.rollout.devices else ()
-    for name in (name for name in names if getattr(asynchrony, name) != getattr(defaults, name)):
+    given = {
+        "max_staleness": asynchrony.max_staleness > 0,
+        "sync_interval": asynchrony.sync_interval > 1,
+        "buffer": asynchrony.buffer != "in_order",
+    }
+    for name in (name for name, is_given in given.items() if is_given and not is_separate(config)):
         problems.append(
-            f"async.{name}={getattr(asynchrony, name)} needs a rollout on ranks of its own; name them in "
-            f"rollout.devices, or leave it at {getattr(defaults, name)}"
+            f"async.{name}={getattr(asynchrony, name)} needs a rollout on ranks of its own; name them, after "
+            f"those that train, in rollout.devices, or leave it at {getattr(defaults, name)}"
         )
     if asynchrony.partial != "finish" and asynchrony.buffer != "window":
         problems.append(
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
             f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"
         )
-    if asynchrony.sync_interval > 1 and asynchrony.buffer != "window":
+    if is_separate(config) and asynchrony.sync_interval > 1 and asynchrony.buffer != "window":
         problems.append(
             f"async.sync_interval={asynchrony.sync_interval} trains on the samples of a weight sync in "
             f"several iterations, as they come, and async.buffer={asynchrony.buffer} on those of its own "
@@ -115,7 +122,8 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
             f"{counted(num_training_ranks(config), 'rank')} to train, and {world_size} were started "
             "for that; start them with verl-megatron train"
         )
-    if not rollout.devices:
+    problems += _check_colocated(config, world_size)
+    if not is_separate(config):
         return problems
     if config.reshard.mode != "keep":
         problems.append(
@@ -133,6 +141,24 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
             problems.append(
                 f"{one_by_one}, and data.curriculum={short_repr(config.data.curriculum)} in another; leave "
                 "one of them out, or rollout.devices"
+            )
+    return problems
+
+
+def _check_colocated(config: TrainerConfig, world_size: int) -> list[str]:
+    """Check devices of rollout and reference that share ranks with those that train."""
+    everywhere, problems = "0" if world_size == 1 else f"0-{world_size - 1}", []
+    places = {}  # of each that shares ranks: devices that it can have, and why
+    if config.rollout.devices and not is_separate(config):
+        places["rollout"] = everywhere, "vLLM uses all of them"
+    if config.reference.devices and "reference" not in names_apart(config):
+        places["reference"] = config.actor.devices or everywhere, "the reference uses those of the actor"
+    for name, (place, why) in places.items():
+        devices: str = getattr(config, name).devices
+        if named_ranks(devices) != named_ranks(place):
+            problems.append(
+                f"{name}.devices={short_repr(devices)} shares ranks with those that train, and there {why}; "
+                f"write {place}, or only ranks after those that train"
             )
     return problems
 

@@ -10,8 +10,10 @@ from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.checks.limits import value_problems
+from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
+from verl_megatron.model_specs import is_separate, names_apart, serving_worlds
 from verl_megatron.rewards.plan import functions_of
 
 # Settings that one of the built-in rewards reads.
@@ -211,17 +213,19 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
 
 def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
     """Yield settings that depend on which models have ranks of their own."""
-    if config.rollout.devices:
+    if problem_of(serving_worlds, config):
+        return  # other checks say it
+    if is_separate(config):
         yield Unused(
             names=("reshard.offload", "rollout.sleep"),
             because="with a rollout on ranks of its own, for which no room has to be made",
             remedy="leave rollout.devices empty",
         )
-    if not config.reference.devices:
+    if "reference" not in names_apart(config):
         yield Unused(
             names=("reference.layout",),
-            because="without reference.devices, where the reference has the actor's layout",
-            remedy="set reference.devices",
+            because="without ranks of its own in reference.devices: the reference has the actor's layout",
+            remedy="name some",
         )
     if not config.algorithm.kl_coef:
         yield Unused(

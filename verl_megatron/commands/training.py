@@ -22,6 +22,7 @@ options:
   --config FILE          a recipe of yours; `defaults: [RECIPE]` in it extends another one
   --ranks N              processes on this host, each with a GPU if there are GPUs; without it as many
                          GPUs as the layouts divide, on a CPU the fewest that they need
+  --role WORLD           with devices of their own: start one world here, train, rollout, rollout:1 or reward
   --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
   --dry-run              check and plan the run, and start nothing; --gpu NAME: the GPU it is planned for
   --verify               repeat an iteration of the newest checkpoint and compare
@@ -121,26 +122,22 @@ def _run(training: Training, arguments: list[str]) -> int:
         print(help_text(training, asked))
         return 0
     gc.disable()  # imports and recipes make many permanent objects
-    from verl_megatron.launch.ranks import (
-        LAUNCHER_OPTIONS,
-        check_and_start,
-        is_rank,
-        launcher_options,
-    )
+    from verl_megatron.launch import ranks as launching
 
-    if is_rank():
+    if launching.is_rank():
         _as_a_rank(training.module, arguments)
         return 0
-    given, rest = launcher_options(arguments)
+    given, rest = launching.launcher_options(arguments)
+    from parallel.bridge import given_address
     from parallel.runtime.environment import check_environment
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
-    from verl_megatron.launch.hosts import devices_in
+    from verl_megatron.launch.hosts import devices_in, ranks_of_role
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
     check_environment()
-    known, settings = settings_of(rest, LAUNCHER_OPTIONS)
+    known, settings = settings_of(rest, launching.LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
     _check_command(training, settings, known.config or known.config_name)
@@ -151,6 +148,7 @@ def _run(training: Training, arguments: list[str]) -> int:
             f"--ranks {given.ranks} beside {named_devices(devices)}, which says how many ranks there are; "
             "leave it out"
         )
+    of_role = ranks_of_role(devices, known.role) if known.role else 0
     config = cast(Any, structured(settings, SCHEMAS[training.schema]))
     ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config)
     plan = partial(_plan, training, settings, ranks=ranks, gpu=known.gpu)
@@ -158,13 +156,18 @@ def _run(training: Training, arguments: list[str]) -> int:
         text, fits = plan()
         print(text)
         return 0 if fits else NO_ROOM
+    restarts = given.max_restarts
+    if known.role:
+        plan()
+        given_address()
+        launching.start(training.module, rest, ranks=of_role or ranks(), restarts=restarts)
     if separate:
         from verl_megatron.launch.supervisor import supervise_here
 
         plan()
-        sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    restarts, check = given.max_restarts, refusing()(plan)
-    check_and_start(training.module, rest, config, ranks=ranks, restarts=restarts, check=check)
+        sys.exit(supervise_here(training.module, rest, devices, restarts=restarts))
+    check = refusing()(plan)
+    launching.check_and_start(training.module, rest, config, ranks=ranks, restarts=restarts, check=check)
 
 
 def _ranks(given: int, config: "TrainerConfig | SupervisedConfig") -> int:

@@ -37,7 +37,8 @@ class ReferenceConfig(Section):
 
     layout: str = setting("tp1", "layout of a reference on ranks of its own, as actor.layout")
     devices: str = setting(
-        "", "ranks that only score, after those that train; empty: those of the actor, with its layout"
+        "",
+        "ranks that only score, after those that train; empty, or those of the actor: there, with its layout",
     )
 
 

@@ -40,7 +40,8 @@ class RolloutConfig(Section):
     )
     devices: str = setting(
         "",
-        "ranks that only generate, the last of the run: 2-3, or 2+3 for two worlds; empty: those that train",
+        "ranks that only generate, the last of the run: 2-3, or 2+3 for two worlds; empty, or all ranks from "
+        "0 on: those that train",
     )
     # Log-probs are of softmax(logits / temperature); vLLM refuses temperatures above 2.
     temperature: float = setting(

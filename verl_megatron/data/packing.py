@@ -96,17 +96,18 @@ class Units:
     def spread(self, bins: int) -> list[list[int]]:
         """Return the places of the samples in each of `bins` bins with nearly equal tokens.
 
-        Units that share their prompt stay whole, unless the heaviest bin has fewer tokens with all of them in
-        halves, in quarters and so on.
+        Units that share their prompt stay whole, unless fewer bins are empty, or the heaviest one has fewer
+        tokens, with all of them in halves, in quarters and so on.
         """
         best: list[list[int]] = []
-        fewest = None
+        least = None
         for units in self._halvings():
             tokens = units.tokens()
             dealt = balance(tokens, bins)
             heaviest = max(sum(map(tokens.__getitem__, content)) for content in dealt)
-            if fewest is None or heaviest < fewest:
-                best, fewest = [units.places(content) for content in dealt], heaviest
+            cost = (dealt.count([]), heaviest)
+            if least is None or cost < least:
+                best, least = [units.places(content) for content in dealt], cost
         return best
 
     def micro_batches(self, *, tokens_per_micro_batch: int, multiple_of: int) -> list[list[int]]:

@@ -129,7 +129,8 @@ class SampleTable:
     ) -> list[list[list[int]]]:
         """Return the micro-batches of each mini-batch, each a list of indices into `sample_id`.
 
-        `sample_id` lists the samples dispatched to this rank, sorted.
+        `sample_id` lists the samples dispatched to this rank, sorted. A mini-batch of which the rank has no
+        samples has no micro-batches.
         """
         result = []
         for samples in self.mini_batches:
@@ -137,7 +138,7 @@ class SampleTable:
             groups = self._units(sample_id[local]).micro_batches(
                 tokens_per_micro_batch=tokens_per_micro_batch, multiple_of=multiple_of
             )
-            result.append([local[places].tolist() for places in groups] or [[] for _ in range(multiple_of)])
+            result.append([local[places].tolist() for places in groups])
         return result
 
     def _units(self, sample_id: Tensor) -> Units:

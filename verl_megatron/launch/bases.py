@@ -11,6 +11,7 @@ from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.launch.recipe import SHIPPED, check_recipe
 
 SELF = "_self_"  # the recipe's own settings, among those that it extends
+OF_HYDRA = "Hydra's own settings have no effect on a run; leave it out"
 FORM = "write names of recipes, such as `defaults: [grpo_8b, ./base]`"
 
 
@@ -35,7 +36,8 @@ def files_of(recipe: Path, folders: Sequence[Path] = (SHIPPED,)) -> list[Path]:
         folders: where recipes are looked for that are not next to the one that extends them.
 
     Raises:
-        ValueError: as `check_recipe`, a recipe extends itself or none that is there; names file and line.
+        ValueError: as `check_recipe`, or a recipe has settings of Hydra, or extends itself or none that is
+            there; names file and line.
     """
     files: list[Path] = []
     _visit(Path(os.path.abspath(recipe)), folders, (), files)
@@ -66,6 +68,8 @@ def _visit(path: Path, folders: Sequence[Path], above: tuple[Path, ...], files: 
 def _entries(path: Path, document: MappingNode | None) -> list[tuple[int, str]]:
     """Return line and text of each entry of `defaults`."""
     values = dict((key.value, value) for key, value in document.value) if document else {}
+    if "hydra" in values:
+        raise ValueError(f"recipe {path}: section 'hydra': {OF_HYDRA}")
     node = values.get("defaults")
     if node is None or node.tag.endswith(":null"):
         return []

@@ -29,7 +29,8 @@ from parallel.runtime.refusal import (
     short_repr,
 )
 from verl_megatron.config.names import name_here
-from verl_megatron.launch.bases import files_of, find_recipe, shipped_names
+from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
+from verl_megatron.launch.merging import make_room, merged
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 from verl_megatron.model_specs import SCORERS
@@ -37,7 +38,6 @@ from verl_megatron.model_specs import SCORERS
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
-OF_HYDRA = "Hydra's own settings have no effect on a run; leave it out"
 RECIPE = "recipe"  # its name in Hydra's store
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
@@ -77,7 +77,7 @@ def run_command(
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
-        if known.role != "train":
+        if known.role not in (None, "train"):
             if serve is None:
                 raise ValueError(f"--role {known.role}: this command has one world; leave it out")
             main = partial(serve, role=known.role)
@@ -138,7 +138,6 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--role",
         type=_role,
-        default="train",
         metavar="ROLE",
         help="the world that these ranks are: train, rollout, rollout:1 of several, or a frozen model",
     )
@@ -307,7 +306,10 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
     sys.argv[1:] = options + known.overrides + QUIET
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
-        ConfigStore.instance().store(name=RECIPE, node=_merged(files))
+        recipe = merged(files)
+        for override in OverridesParser.create().parse_overrides(known.overrides):
+            make_room(recipe, override.key_or_group, override.value())
+        ConfigStore.instance().store(name=RECIPE, node=recipe)
         hydra.main(version_base=None, config_path=None, config_name=RECIPE)(run)()
     except OverrideParseException as error:
         reason = (
@@ -341,31 +343,23 @@ def _recipe_files(known: argparse.Namespace) -> list[Path]:
     """
     if known.config:
         return files_of(own_recipe(known.config))
-    folder = folder_of(known.config_path)
-    more = [Path(known.config_dir)] if known.config_dir else []
-    if missing := [each for each in (folder, *more) if not each.is_dir()]:
-        raise ValueError(f"{short_repr(str(missing[0]))} is no folder of recipes; name one that exists")
+    given = {"--config-path": known.config_path, "--config-dir": known.config_dir}
+    found = {option: folder_of(path) for option, path in given.items()}
+    for option, folder in found.items():
+        path = str(folder) if given[option] is None else given[option]
+        if not path or not os.path.isdir(folder):
+            raise ValueError(f"{option} {short_repr(path)} is no folder of recipes; name one that exists")
     if not known.config_name:
         return []
-    folders = list(dict.fromkeys((folder, *more, SHIPPED)))
+    folders = list(dict.fromkeys((*found.values(), SHIPPED)))
     if file := find_recipe(known.config_name, folders):
         return files_of(file, folders)
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    names = sorted(path.stem for path in folders[0].glob("*.yaml"))
     raise ValueError(
-        f"--config-name: {folder} has no recipe {short_repr(known.config_name)}"
+        f"--config-name: {folders[0]} has no recipe {short_repr(known.config_name)}"
         f"{nearest(known.config_name, names)}; it has {', '.join(names) or 'none'}; "
         "--config FILE names a recipe elsewhere"
     )
-
-
-def _merged(files: list[Path]) -> DictConfig:
-    """Return the settings of recipes; those of later files win."""
-    recipes = [cast(DictConfig, OmegaConf.load(path)) for path in files]
-    for file, recipe in zip(files, recipes):
-        recipe.pop("defaults", None)
-        if "hydra" in recipe:
-            raise ValueError(f"recipe {file}: section 'hydra': {OF_HYDRA}")
-    return cast(DictConfig, OmegaConf.merge({}, *recipes))
 
 
 def _about_overrides(error: HydraException) -> str:
@@ -377,8 +371,8 @@ def _about_overrides(error: HydraException) -> str:
         )
     if reason.startswith("Error merging override"):
         return (
-            f"{reason}: the recipe has a mapping or a list there, and these are of different kinds; quote "
-            "the value to replace it"
+            f"{reason}: there is a mapping or a list already, into which this does not fit; give the whole "
+            "value, once"
         )
     return f"{reason.rstrip('.')}; {FORM}"
 

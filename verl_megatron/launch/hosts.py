@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import SCORERS, named_devices, num_training_ranks, serving_worlds
+from verl_megatron.model_specs import (
+    SCORERS,
+    find_world,
+    has_worlds,
+    named_devices,
+    num_training_ranks,
+    serving_worlds,
+)
 
 TRAIN = "train"  # name of the training world
 
@@ -34,8 +41,9 @@ def devices_in(settings: Mapping[str, Any]) -> TrainerConfig:
     config = TrainerConfig()
     for name in ("rollout", "actor", "critic", *SCORERS):
         section = settings.get(name)
-        if isinstance(section, dict) and section.get("devices"):
-            config.set(f"{name}.devices", str(section["devices"]))
+        devices = section.get("devices") if isinstance(section, dict) else None
+        if devices not in (None, ""):  # 0 is a rank
+            config.set(f"{name}.devices", str(devices))
     return config
 
 
@@ -43,6 +51,20 @@ def worlds_of(config: TrainerConfig) -> dict[str, range]:
     """Return the ranks of each world of a separate run, by its name; the training world is the first."""
     serving = {each.name: range(each.ranks[0], each.ranks[-1] + 1) for each in serving_worlds(config)}
     return {TRAIN: range(num_training_ranks(config)), **serving}
+
+
+def ranks_of_role(config: TrainerConfig, role: str) -> int:
+    """Return how many ranks the world of a --role has, to be started alone.
+
+    Raises:
+        ValueError: the run has one world, or none of this name.
+    """
+    if not has_worlds(config):
+        raise ValueError(
+            f"--role {role}: this run has one world; leave it out, or name ranks after those that train in "
+            f"rollout.devices, {', '.join(f'{name}.devices' for name in SCORERS)}"
+        )
+    return num_training_ranks(config) if role == TRAIN else len(find_world(config, role).ranks)
 
 
 def place_worlds(config: TrainerConfig, *, world_size: int, ranks_per_host: int) -> list[Part]:

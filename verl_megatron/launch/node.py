@@ -98,9 +98,9 @@ def _worlds(arguments: list[str]) -> "TrainerConfig | None":
     from verl_megatron.launch.hosts import devices_in
     from verl_megatron.model_specs import has_worlds
 
-    config = devices_in(settings_of(arguments)[1])
-    is_one = any(argument.partition("=")[0] == "--role" for argument in arguments)
-    return None if is_one or not has_worlds(config) else config
+    known, settings = settings_of(arguments)
+    config = devices_in(settings)
+    return None if known.role or not has_worlds(config) else config
 
 
 if __name__ == "__main__":

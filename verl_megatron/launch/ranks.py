@@ -56,6 +56,8 @@ def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
             f"most {MOST_LOCAL:,} on one host; choose smaller ones, or start the run on several hosts"
         )
     gpus = device.visible_gpus()
+    if isinstance(config, TrainerConfig) and config.rollout.devices:
+        return fewest  # they name all ranks
     return max((count for count in range(fewest, gpus + 1) if suits(config, count)), default=fewest)
 
 

@@ -25,8 +25,8 @@ def folder_of(path: str | None) -> Path:
     """
     if path is None:
         return SHIPPED
-    bases = (Path.cwd(), _PACKAGE)
-    return next((found for base in bases if (found := (base / path).resolve()).is_dir()), Path(path))
+    paths = (os.path.realpath(base / path) for base in (Path.cwd(), _PACKAGE))
+    return Path(next(filter(os.path.isdir, paths), path))
 
 
 def own_recipe(path: str) -> Path:

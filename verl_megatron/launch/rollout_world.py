@@ -13,7 +13,7 @@ from verl_megatron.rollout.stream import Partial
 from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype, sources_of
 from verl_megatron.separate.order_server import OrderServer
 from verl_megatron.separate.serving import Replica, join_training
-from verl_megatron.separate.stream_server import StreamServer
+from verl_megatron.separate.window.stream_server import StreamServer
 from verl_megatron.separate.world import ServingRanks
 
 

@@ -82,8 +82,8 @@ def inference_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
 def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> float:
     """Bytes of the weights that a pass of a fully sharded model gathers, and of their gradients.
 
-    Two layers are there at once, and the head all the time. Gradients are those of one layer, of the embedding
-    or of the head: as computed, in float32 for the sum over the ranks, and a rank's share of that.
+    Two layers are there at once, and the head all the time. Gradients are those of one layer, of the
+    embedding or of the head: as computed, in float32 for the sum over the ranks, and a rank's share of that.
     """
     if run.config.engine.sharding != "full":
         return 0.0

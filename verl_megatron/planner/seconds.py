@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from verl_megatron.model_specs import is_separate
+from verl_megatron.model_specs import is_separate, scores_ahead
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.planned_run import PlannedRun
@@ -127,7 +127,7 @@ def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Wo
         leaving_seconds(run, machine, role) for role in run.roles if role.name == "critic"
     )
     scoring = scoring_seconds(run, machine)
-    if scoring and not staleness:
+    if scoring and not scores_ahead(run.config):
         # Scored beside the passes of the training ranks, which do not wait for scores.
         beside = sum(seconds.get(phase, 0.0) for phase in ("log_probs", "values"))
         seconds["scores"] = max(0.0, max(scoring.values()) - beside)

@@ -82,6 +82,8 @@ def run_schedule(
 ) -> list:
     """Run a pipeline schedule over micro-batches, packed by `pack_all`.
 
+    Collective over the layout: a rank without micro-batches takes part with passes over padding.
+
     Args:
         engines: models on the same groups. They alternate on each micro-batch, so that the pipeline fills and
             drains once for all of them. Training takes a single engine.
@@ -94,8 +96,6 @@ def run_schedule(
     first = engines[0]
     layout, groups = first.layout, first.groups
     idle = _idle_passes(first, len(packed))
-    if not packed and not idle:
-        return []
     wanted = len(packed) * len(engines)
     packed = [*packed, *idle]
     work = [(engine, micro) for micro in packed for engine in engines]
@@ -129,16 +129,20 @@ def run_schedule(
 
 
 def _idle_passes(engine: ScheduledModel, count: int) -> list[MicroBatch]:
-    """Return micro-batches without results that follow this rank's `count`, if its model is fully sharded.
+    """Return micro-batches of padding alone that follow this rank's `count`, for its part in collectives.
 
-    Each pass gathers weights from all data-parallel ranks, so all of them have as many.
+    The first pass after a step gathers weights over the data-parallel ranks, and a backward pass reduces
+    gradients: every rank makes one at least. Fully sharded weights are gathered in each pass, so that all
+    ranks make as many.
     """
-    if not isinstance(engine.chunks[0], FullySharded):
-        return []
-    most = torch.tensor(count, device=device.device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.groups.dp)
-    row = RolloutBatch.from_lists([0], [[0]], [[0]])
-    return pack_all(engine, row, [[0]]) * (int(most) - count)
+    layout = engine.layout
+    passes = max(count, layout.pp if layout.vpp > 1 else 1)  # interleaved pipelines take a multiple of pp
+    if isinstance(engine.chunks[0], FullySharded):
+        most = torch.tensor(passes, device=device.device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.groups.dp)
+        passes = int(most)
+    nothing = RolloutBatch.from_lists([], [], [])
+    return pack_all(engine, nothing, [[]] * (passes - count))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parallel.bridge import BridgeLostError, together
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.prompts import TrainingPrompts
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
+from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.orders import Order, Samples, cursor_key
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
@@ -96,33 +96,28 @@ class OrderedSampler(RemoteSampler):
         if self._first is not None:
             self._order_until(version + 1 + self._max_staleness)
 
-    def collect(
-        self,
-        source: PromptSource,
-        draw: Draw,
-        *,
-        iteration: int,
-        version: int,
-        keep_group: KeepGroup | None = None,
-    ) -> RolloutBatch:
-        self._iteration = iteration
+    def _collect_training(self, cursor: PromptCursor) -> RolloutBatch:
         self._admit()
-        if isinstance(source, TrainingPrompts):
-            collection = self._collect(iteration, source.cursor.state_dict())
-            assert collection.cursor is not None
-            source.cursor.advance(collection.cursor)
-            self._counts.trained += collection.num_samples
-            self._counts.check(self._in_flight())
-            self._behind = iteration - 1 - collection.version
-        else:
-            collection = self._order(iteration=0, version=version, draw=draw)
-            self._receive(collection)
+        collection = self._collection_of(self._iteration, cursor.state_dict())
+        assert collection.cursor is not None
+        cursor.advance(collection.cursor)
+        self._behind = self._iteration - 1 - collection.version
+        batch = self._take(collection, self._draw)
+        if self.follower is not None:
+            self.follower.collected(self._iteration, batch)
+        return batch
+
+    def _collect_validation(self, draw: Draw, version: int) -> RolloutBatch:
+        self._admit()
+        collection = self._order(iteration=0, version=version, draw=draw)
+        self._receive(collection)
+        return self._take(collection, draw)
+
+    def _take(self, collection: _Collection, draw: Draw) -> RolloutBatch:
+        """Return this rank's samples of a collection; `score` gives their rewards."""
         self._received = collection.samples
         self._fleet.forget(before=min([self._newest, *(part.order.version for part in self._waiting)]))
-        batch = _batch_of(self._received, draw, version)
-        if self.follower is not None and isinstance(source, TrainingPrompts):
-            self.follower.collected(iteration, batch)
-        return batch
+        return _batch_of(self._received, draw, collection.version)
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
         """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
@@ -130,6 +125,7 @@ class OrderedSampler(RemoteSampler):
             sums.merge(Sums.from_state(samples.sums))
         sums.add("async/staleness_mean", self._behind * len(batch), len(batch))
         sums.max("async/staleness_max", self._behind)
+        sums.add("async/staleness_min", self._behind, 1)
         sums.add("async/iterations_in_flight", len(self._collections) + len(self._restored), 1)
         self._add_counts(sums)
         numbers = [samples.batch["sample_id"] for samples in self._received]
@@ -196,7 +192,7 @@ class OrderedSampler(RemoteSampler):
 
     # ---- orders --------------------------------------------------------------------------------------------
 
-    def _collect(self, iteration: int, cursor: dict[str, Any]) -> _Collection:
+    def _collection_of(self, iteration: int, cursor: dict[str, Any]) -> _Collection:
         if self._first is None:
             self.begin(iteration, cursor)
         if iteration in self._restored:

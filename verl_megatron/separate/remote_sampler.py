@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.rates import Rates
 from verl_megatron.rewards.pool import RewardPool
@@ -111,7 +112,6 @@ class RemoteSampler(ABC):
         """
         self._newest = version
 
-    @abstractmethod
     def collect(
         self,
         source: PromptSource,
@@ -126,7 +126,23 @@ class RemoteSampler(ABC):
         Args:
             source: the training prompts; any other stands for the validation prompts.
             version: of the weights that validation uses.
+            keep_group: not read: the run's demand says how prompts are chosen.
         """
+        self._iteration = iteration
+        if not isinstance(source, TrainingPrompts):
+            return self._collect_validation(draw, version)
+        batch = self._collect_training(source.cursor)
+        self._counts.trained += len(batch)
+        self._counts.check(self._in_flight())
+        return batch
+
+    @abstractmethod
+    def _collect_training(self, cursor: PromptCursor) -> RolloutBatch:
+        """Receive this rank's samples of the present iteration; move `cursor` behind their prompts."""
+
+    @abstractmethod
+    def _collect_validation(self, draw: Draw, version: int) -> RolloutBatch:
+        """Receive this rank's samples of the validation prompts, made with weights of this version."""
 
     @abstractmethod
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:

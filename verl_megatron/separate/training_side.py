@@ -15,7 +15,7 @@ from verl_megatron.rollout.sampler import Draw
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.ordered_sampler import OrderedSampler
 from verl_megatron.separate.remote_sampler import Demand, RemoteSampler
-from verl_megatron.separate.window_sampler import WindowSampler
+from verl_megatron.separate.window.window_sampler import WindowSampler
 
 
 class SeparateChannel:
@@ -129,7 +129,7 @@ def rollout_side(
         cursor=cursor,
         max_staleness=asynchrony.max_staleness,
         last=config.run.iterations,
-        sync_interval=asynchrony.sync_interval,
+        sync_interval=config.async_.sync_interval,
     )
     sampler: RemoteSampler
     if asynchrony.buffer == "window":

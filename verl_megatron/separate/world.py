@@ -18,7 +18,7 @@ from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.base_trainer import SLOW_S, node_of
-from verl_megatron.model_specs import ServingWorld, named_devices, num_training_ranks, serving_worlds
+from verl_megatron.model_specs import ServingWorld, find_world, named_devices, num_training_ranks
 from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run
 
@@ -46,18 +46,11 @@ class ServingRanks(ABC, Generic[Parts]):
 
     def _check(self) -> ServingWorld:
         config, started = self.config, self.world.size
-        worlds = {each.name: each for each in serving_worlds(config)}
-        own = worlds.get(self.role) or worlds.get(f"{self.role}:0")
-        devices = named_devices(config)
-        if own is None:
-            raise ValueError(
-                f"--role {self.role} is none of the worlds of {devices or 'this run'}: "
-                f"{', '.join(worlds) or 'there are none'}"
-            )
+        own = find_world(config, self.role)
         if len(own.ranks) != started:
             raise ValueError(
-                f"{devices} names {len(own.ranks)} ranks of the {own.name} world, and --role {self.role} "
-                f"was started on {started}; start as many"
+                f"{named_devices(config)} names {len(own.ranks)} ranks of the {own.name} world, and "
+                f"--role {self.role} was started on {started}; start as many"
             )
         given_address()
         with OncePerHost(self.world) as self.inputs.once:

@@ -47,11 +47,9 @@ def pipeline_of(run: PlannedRun, machine: Machine, kv_cache_bytes: float, traini
         decoding.spend(adopt_s)
 
     given = run.config.async_
-    lengths = _lengths_of_replica(run) * given.sync_interval
     return pipeline(
         _decoding(run, machine, at_once),
-        lengths,
-        groups=ceil(len(lengths) / run.config.data.samples_per_prompt),
+        _lengths_of_replica(run) * given.sync_interval,
         training_s=training_s,
         staleness=given.max_staleness,
         interval=given.sync_interval,

@@ -7,6 +7,8 @@ from math import ceil, sqrt
 from parallel.runtime.refusal import short_repr
 
 GOLDEN = (sqrt(5) - 1) / 2  # its multiples modulo 1 spread evenly, so neighbours in an order differ
+_TOKENS, _NUMBER = r"[1-9]\d{0,8}", r"(?:\d{1,9}\.?\d{0,9}|\.\d{1,9})(?:e[+-]?\d\d?)?"
+_RANGE = re.compile(rf"({_TOKENS})(?:-({_TOKENS}))?(?::({_NUMBER}))?", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +37,23 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Read ranges with weights, such as "64-2048", or "512:70,1024-8192:30".
+        """Read ranges with weights, such as "64-2048", or "512:0.7,1024-8192:0.3".
+
+        Weights are positive numbers; only their ratios count.
 
         Raises:
-            ValueError: another text, or ranges that overlap.
+            ValueError: another text, a weight of 0, or ranges that overlap.
         """
         found = []
         for part in text.split(","):
-            read = re.fullmatch(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?(?::([1-9]\d{0,8}))?", part, re.ASCII)
-            if read is None:
+            read = _RANGE.fullmatch(part)
+            if read is None or not float(read[3] or 1):
                 raise ValueError(
-                    f"--lengths {short_repr(text)}: {short_repr(part)} is no range of tokens with a weight; "
-                    "write 64-2048, or 512:70,1024-8192:30"
+                    f"--lengths {short_repr(text)}: {short_repr(part)} is no range of tokens with a positive "
+                    "weight; write 64-2048, or 512:70,1024-8192:30"
                 )
             least, most, weight = read.groups()
-            found.append((int(least), int(most or least), int(weight or 1)))
+            found.append((int(least), int(most or least), float(weight or 1)))
         total = sum(weight for _, _, weight in found)
         ranges = [
             LengthRange(least=least, most=most, share=weight / total) for least, most, weight in sorted(found)

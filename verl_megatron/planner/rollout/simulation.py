@@ -52,11 +52,12 @@ class Decoding:
     def num_running(self) -> int:
         return len(self._running)
 
-    def release(self, number: int, lengths: Sequence[int]) -> None:
-        """Let samples of so many response tokens start as soon as there is room."""
+    def release(self, number: int, lengths: Sequence[int]) -> int:
+        """Let samples of so many response tokens start as soon as there is room; return how many groups."""
         groups = [(number, place // self._group_size) for place in range(len(lengths))]
         self._waiting += zip(lengths, groups)
         self._missing.update(groups)
+        return ceil(len(lengths) / self._group_size)
 
     def spend(self, seconds: float) -> None:
         """Do something else."""
@@ -114,7 +115,6 @@ def pipeline(
     decoding: Decoding,
     lengths: Sequence[int],
     *,
-    groups: int,
     training_s: float,
     staleness: int,
     interval: int,
@@ -128,15 +128,14 @@ def pipeline(
 
     Args:
         lengths: response tokens of a weight sync's samples.
-        groups: of these samples.
         training_s: seconds of an iteration without the rollout, from its last sample on.
         interval: async.sync_interval.
         on_version: called when the replica gets new weights.
     """
     syncs, skipped = 4 * (staleness + 1), 2 * (staleness + 1)
-    begin, busy, end = 0.0, 0.0, 0.0
+    begin, busy, end, groups = 0.0, 0.0, 0.0, 0
     for sync in range(staleness + 1):
-        decoding.release(sync, lengths)
+        groups = decoding.release(sync, lengths)
     for sync in range(syncs):
         for part in range(interval):
             needed = ceil(groups * (part + 1) / interval)

@@ -14,7 +14,7 @@ from parallel.layout import Layout
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.model_specs import layout_of, models_of_world, scoring_worlds
+from verl_megatron.model_specs import layout_of, models_of_world, scores_ahead, scoring_worlds
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.role import RemoteRole, token_fields
 from verl_megatron.rollout.sampler import Sampler
@@ -175,22 +175,17 @@ class Ahead(Follower):
             scorer.take_early(iteration, batch)
 
 
-def remote_scorers(
-    fleet: ScoringFleet, sampler: Sampler | RemoteSampler, *, with_greedy: bool
-) -> dict[str, RemoteScorer]:
+def remote_scorers(fleet: ScoringFleet, sampler: Sampler | RemoteSampler) -> dict[str, RemoteScorer]:
     """Return what stands for each model of the scoring worlds, by name.
 
     Args:
         sampler: tells which samples have arrived ahead of their iteration.
-        with_greedy: whether samples are left out once they have rewards.
     """
     scorers = {}
     for name in fleet.models:
         scores = name == "reward"
         outputs = ("values",) if scores else ("logprobs",)
         scorers[name] = RemoteScorer(fleet, name, outputs, last_token=scores)
-    asynchrony = fleet.config.async_
-    is_ahead = asynchrony.max_staleness > 0 and asynchrony.buffer == "in_order"
-    if isinstance(sampler, RemoteSampler) and is_ahead and not with_greedy:
+    if isinstance(sampler, RemoteSampler) and scores_ahead(fleet.config):
         sampler.follower = Ahead(scorers.values())
     return scorers

@@ -25,13 +25,13 @@ from torch import Tensor
 from parallel.bridge import BridgeLostError, together
 from parallel.runtime.refusal import RefusalError
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.prompts import TrainingPrompts
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
+from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, batch_of
 from verl_megatron.separate.fleet import Fleet
-from verl_megatron.separate.group_table import SHORT, Arrival, Entry, GroupTable, Lead
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
+from verl_megatron.separate.window.group_table import SHORT, Arrival, Entry, GroupTable, Lead
 
 WAIT_S = 0.01  # between two questions for samples
 
@@ -78,39 +78,25 @@ class WindowSampler(RemoteSampler):
 
     # ---- collections ---------------------------------------------------------------------------------------
 
-    def collect(
-        self,
-        source: PromptSource,
-        draw: Draw,
-        *,
-        iteration: int,
-        version: int,
-        keep_group: KeepGroup | None = None,
-    ) -> RolloutBatch:
-        self._iteration = iteration
-        if isinstance(source, TrainingPrompts):
-            if not self._begun:
-                self.begin(iteration, source.cursor.state_dict())
-            self._admit()
-            choose = partial(self._table.choose, self._draw.num_prompts, later=self._iterations_left)
-            numbers = self._wait_for(choose)
-            if iteration % self._interval == 0:
-                self._adapt_lead()
-            source.cursor.load_state_dict(self._ahead.state_dict())
-            self._taken, self._recently_dropped = numbers, 0
-        else:
-            self._admit()
-            block = Block(
-                first=VALIDATION * (1 + self._num_validations), count=draw.num_prompts, draw=draw, cursor=None
-            )
-            self._num_validations += 1
-            self._give({block.first + index: block for index in range(block.count)})
-            numbers = self._wait_for(partial(self._table.all_of, block))
-        batch = self._take(numbers, draw)
-        if iteration:
-            self._counts.trained += len(batch)
-            self._counts.check(self._in_flight())
-        return batch
+    def _collect_training(self, cursor: PromptCursor) -> RolloutBatch:
+        if not self._begun:
+            self.begin(self._iteration, cursor.state_dict())
+        self._admit()
+        choose = partial(self._table.choose, self._draw.num_prompts, later=self._iterations_left)
+        numbers = self._wait_for(choose)
+        if self._iteration % self._interval == 0:
+            self._adapt_lead()
+        cursor.load_state_dict(self._ahead.state_dict())
+        self._taken, self._recently_dropped = numbers, 0
+        return self._take(numbers, self._draw)
+
+    def _collect_validation(self, draw: Draw, version: int) -> RolloutBatch:
+        self._admit()
+        first = VALIDATION * (1 + self._num_validations)
+        block = Block(first=first, count=draw.num_prompts, draw=draw, cursor=None)
+        self._num_validations += 1
+        self._give({first + index: block for index in range(block.count)})
+        return self._take(self._wait_for(partial(self._table.all_of, block)), draw)
 
     def _iterations_left(self, version: int) -> int:
         """Return how many iterations after this one may train on samples of a version."""
@@ -185,9 +171,8 @@ class WindowSampler(RemoteSampler):
             sums.add("async/staleness_mean", behind_N.sum(), len(behind_N))
             for versions_T, mask_T in zip(batch.token_versions, batch.response_mask):
                 sums.add("async/versions_per_sample", len(versions_T[mask_T].unique()), 1)
-        oldest, latest = (
-            least(arrival.versions[end] for arrival in self._arrivals) for end, least in enumerate((min, max))
-        )
+        oldest = min(arrival.versions[0] for arrival in self._arrivals)
+        latest = max(arrival.versions[1] for arrival in self._arrivals)
         sums.max("async/staleness_max", newest - oldest // self._interval)
         sums.add("async/staleness_min", newest - latest // self._interval, 1)
         sums.add("async/groups_in_flight", len(self._table.training), 1)

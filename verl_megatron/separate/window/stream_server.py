@@ -16,7 +16,6 @@ from verl_megatron.observe.timeline import WAITING
 from verl_megatron.rollout.sampler import Numbers, batch_of, rewards_of
 from verl_megatron.rollout.sampling import Generation, Request, sample_seed
 from verl_megatron.rollout.stream import FinishedGroup, Group, GroupStream, Partial
-from verl_megatron.separate.mailbox import Mailbox
 from verl_megatron.separate.orders import (
     WAITS,
     Block,
@@ -27,6 +26,7 @@ from verl_megatron.separate.orders import (
     version_key,
 )
 from verl_megatron.separate.serving import Exchange, Replica
+from verl_megatron.separate.window.mailbox import Mailbox
 
 AGREE_S, MOST_STEPS = 0.03, 8  # between two agreements of several ranks: a time, and decoding steps at most
 HOLD_S = 0.1  # longest time that training waits for a reply with nothing in it
