@@ -12,15 +12,13 @@ from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import place
-from parallel.rank_set import RankSet, agree
+from parallel.rank_set import RankSet
 from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.correction import with_correction
 from verl_megatron.algorithms.kl import make_controller
-from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.curriculum import CurriculumCursor
@@ -28,7 +26,7 @@ from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_apart, models_of
+from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_of
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
@@ -37,7 +35,7 @@ from verl_megatron.rewards.functions import options_of
 from verl_megatron.rewards.plan import is_routed
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
-from verl_megatron.roles.compute import compute_of, rollout_dtype
+from verl_megatron.roles.compute import rollout_dtype
 from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import Role, Training, make_role
 from verl_megatron.roles.token_budget import LongestRows
@@ -127,10 +125,6 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    specs = (*models_of(config), *models_apart(config))
-    computes = [compute_of(config.engine, fp8_weights_by=spec.fp8_weights_by) for spec in specs]
-    dtypes = (computes[0].dtype, rollout_dtype(config))
-    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     stall_s = config.run.stall_timeout_s
     meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
     models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)

@@ -20,6 +20,7 @@ OWNERS = {
     "hydra": ("verl_megatron/launch/command_line.py",),
     "omegaconf": (
         "verl_megatron/launch/command_line.py",
+        "verl_megatron/launch/merging.py",
         "verl_megatron/checks/overrides.py",
         "verl_megatron/train.py",
         "verl_megatron/launch/supervised.py",

@@ -145,6 +145,7 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, m
         raise SystemExit(status)
 
     monkeypatch.setattr("parallel.runtime.process.end", end)
+    monkeypatch.setattr(launching, "_may_go_ahead", lambda ranks: False)  # but wait for the checks
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     shown = capfd.readouterr().err
@@ -237,6 +238,18 @@ def test_the_order_of_defaults_is_that_of_their_settings(tmp_path):
     (tmp_path / "own.yaml").write_text("defaults: [a, _self_, b]\nrun: {seed: 4, iterations: 4}\n")
     run = settings_of(["--config", str(tmp_path / "own.yaml")])[1]["run"]
     assert run == {"iterations": 4, "seed": 3, "save_interval": 1}
+
+
+def test_lists_and_mappings_of_other_recipes_are_replaced_by_each_other(tmp_path):
+    (tmp_path / "base.yaml").write_text("reward: {function: {a: match, b: exact}}\nrollout: {stop: [a, b]}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [base]\nreward: {function: [match]}\nrollout: {stop: [c]}\n"
+    )
+    given = ["--config", str(tmp_path / "own.yaml")]
+    settings = settings_of(given)[1]
+    assert settings == {"reward": {"function": ["match"]}, "rollout": {"stop": ["c"]}}
+    settings = settings_of([*given, "reward.function={c:json}", "rollout.stop={a:b}"])[1]
+    assert settings == {"reward": {"function": {"c": "json"}}, "rollout": {"stop": {"a": "b"}}}
 
 
 def test_a_recipe_extends_the_shipped_one_of_its_name(tmp_path):

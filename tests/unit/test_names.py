@@ -22,6 +22,7 @@ from verl_megatron.config import (
     name_here,
 )
 from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
+from verl_megatron.config.section import shown
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 from verl_megatron.rewards.callables import spec_of
@@ -29,7 +30,7 @@ from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import RewardPool
 
 SETTINGS = {
-    f"{section.name}.{setting.name}"
+    f"{shown(section.name)}.{setting.name}"
     for schema in SCHEMAS.values()
     for section in fields(schema)
     for setting in fields(getattr(schema(), section.name))

@@ -34,7 +34,7 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
             problems += said
         elif section not in merged:
             problems.append(
-                f"{short_repr(section)[1:-1]} is no section{nearest(section, merged)}; "
+                f"{short_repr(str(section))[1:-1]} is no section{nearest(str(section), merged)}; "
                 f"the sections are {', '.join(merged)}"
             )
         elif not isinstance(values, dict):

@@ -88,6 +88,10 @@ TRL: Table = {
         row("ds3_gather_for_generation", "", "slices go straight into vLLM's weights"),
         row("remove_unused_columns", "", "other columns reach the function as extra"),
     ),
+    "Asynchronous GRPO": (
+        row("weight_sync_steps", "async.sync_interval", "with `rollout.devices` and `async.buffer=window`"),
+        row("max_staleness", "async.max_staleness", "weight syncs"),
+    ),
     "PPO": (
         row("num_ppo_epochs", "algorithm.epochs"),
         row("num_mini_batches", "algorithm.num_mini_batches"),

@@ -262,6 +262,20 @@ VERL: Table = {
         row("arr.rollout.multi_turn.enable arr.rollout.agent.num_workers", "", "one turn a sample"),
         row("arr.rollout.calculate_log_probs", "", "always so"),
     ),
+    "Asynchronous": (
+        row(
+            "async_training.trigger_parameter_sync_step",
+            "async.sync_interval",
+            "iterations between weight syncs, with `async.buffer=window`",
+        ),
+        row(
+            "async_training.staleness_threshold",
+            "async.max_staleness",
+            "a number of weight syncs, where verl has a share of samples",
+        ),
+        row("async_training.partial_rollout", "async.partial", "`finish` is false"),
+        row("async_training.require_batches", "`data.prompts_per_iteration`", "of an optimizer step"),
+    ),
     "Rewards": (
         row(
             "custom_reward_function.path custom_reward_function.name",

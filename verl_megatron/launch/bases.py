@@ -3,9 +3,8 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
-from omegaconf import DictConfig, OmegaConf
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from parallel.runtime.refusal import nearest, short_repr
@@ -37,25 +36,12 @@ def files_of(recipe: Path, folders: Sequence[Path] = (SHIPPED,)) -> list[Path]:
         folders: where recipes are looked for that are not next to the one that extends them.
 
     Raises:
-        ValueError: as `check_recipe`, a recipe extends itself or none that is there; names file and line.
+        ValueError: as `check_recipe`, or a recipe has settings of Hydra, or extends itself or none that is
+            there; names file and line.
     """
     files: list[Path] = []
     _visit(Path(os.path.abspath(recipe)), folders, (), files)
     return files
-
-
-def merged(files: Sequence[Path]) -> DictConfig:
-    """Return the settings of recipes; those of later files win.
-
-    Raises:
-        ValueError: a recipe has settings of Hydra.
-    """
-    recipes = [cast(DictConfig, OmegaConf.load(path)) for path in files]
-    for file, recipe in zip(files, recipes):
-        recipe.pop("defaults", None)
-        if "hydra" in recipe:
-            raise ValueError(f"recipe {file}: section 'hydra': {OF_HYDRA}")
-    return cast(DictConfig, OmegaConf.merge({}, *recipes))
 
 
 def _visit(path: Path, folders: Sequence[Path], above: tuple[Path, ...], files: list[Path]) -> None:
@@ -82,6 +68,8 @@ def _visit(path: Path, folders: Sequence[Path], above: tuple[Path, ...], files: 
 def _entries(path: Path, document: MappingNode | None) -> list[tuple[int, str]]:
     """Return line and text of each entry of `defaults`."""
     values = dict((key.value, value) for key, value in document.value) if document else {}
+    if "hydra" in values:
+        raise ValueError(f"recipe {path}: section 'hydra': {OF_HYDRA}")
     node = values.get("defaults")
     if node is None or node.tag.endswith(":null"):
         return []

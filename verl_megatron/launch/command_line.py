@@ -15,7 +15,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel.runtime import process
@@ -29,7 +29,8 @@ from parallel.runtime.refusal import (
     short_repr,
 )
 from verl_megatron.config.names import name_here
-from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, merged, shipped_names
+from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
+from verl_megatron.launch.merging import make_room, merged
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 from verl_megatron.model_specs import SCORERS
@@ -305,7 +306,10 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
     sys.argv[1:] = options + known.overrides + QUIET
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
-        ConfigStore.instance().store(name=RECIPE, node=_without_replaced(merged(files), known.overrides))
+        recipe = merged(files)
+        for override in OverridesParser.create().parse_overrides(known.overrides):
+            make_room(recipe, override.key_or_group, override.value())
+        ConfigStore.instance().store(name=RECIPE, node=recipe)
         hydra.main(version_base=None, config_path=None, config_name=RECIPE)(run)()
     except OverrideParseException as error:
         reason = (
@@ -356,19 +360,6 @@ def _recipe_files(known: argparse.Namespace) -> list[Path]:
         f"{nearest(known.config_name, names)}; it has {', '.join(names) or 'none'}; "
         "--config FILE names a recipe elsewhere"
     )
-
-
-def _without_replaced(recipe: DictConfig, overrides: list[str]) -> DictConfig:
-    """Return a recipe without lists in whose place overrides give mappings, and the reverse.
-
-    Hydra would merge them, and cannot.
-    """
-    kinds = {dict: ListConfig, list: DictConfig}
-    for override in OverridesParser.create().parse_overrides(overrides):
-        other = kinds.get(type(override.value()))
-        if other is not None and isinstance(OmegaConf.select(recipe, override.key_or_group), other):
-            OmegaConf.update(recipe, override.key_or_group, None)
-    return recipe
 
 
 def _about_overrides(error: HydraException) -> str:

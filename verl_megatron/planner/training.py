@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.weights.rules import is_language
-from verl_megatron.models.log_probs import CHUNK_BYTES
+from verl_megatron.data.packing import LOGIT_CHUNK_BYTES
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels
 
@@ -156,7 +156,7 @@ def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes:
     logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
     product = 2 * logits * hidden / machine.layer_flops * slowdown(element_bytes)
     forward_bytes, backward_bytes = (logits * element_bytes * count for count in HEAD_PASSES)
-    chunks = max(1.0, element_bytes * logits / CHUNK_BYTES)
+    chunks = max(1.0, element_bytes * logits / LOGIT_CHUNK_BYTES)
     backward_bytes += chunks * HEAD_WEIGHT_BYTES * role.arch.vocab_size / role.layout.tp * hidden
     return Pass(product + forward_bytes / machine.copy_rate, 3 * product + backward_bytes / machine.copy_rate)
 
