@@ -190,7 +190,7 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
     own = serving.own_rollout_bytes(run, None)
     parts = {
         "process": machine.process_bytes + machine.communicator_bytes * communicators(run),
-        "versions": own,
+        "versions": serving.arriving_bytes(run),
     } | serving.serving_bytes(run, machine, own)
     return RankKind(
         ranks=rollout_devices(run.config),
@@ -228,7 +228,8 @@ def _phases(
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     if config.engine.sharding == "full":
         freed["gradients"] = 0.0  # they are there during updates only
-    staged = window if config.reshard.mode == "swap" or run.world_size > run.ranks_per_host else 0
+    staged = window * (config.reshard.mode == "swap" or run.world_size > run.ranks_per_host)
+    staged += window * (config.rollout.weight_dtype == "fp8")
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
         "build": settled | _while_building(models, freed) | asleep,

@@ -26,6 +26,7 @@ from verl_megatron.model_specs import (
 )
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.rollout.engine import num_replicas
+from verl_megatron.rollout.vllm_weights.fp8 import is_quantized
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
@@ -94,6 +95,17 @@ def part_elements(arch: Architecture, tp: int, head: Head = "lm") -> PartElement
 def served_elements(arch: Architecture, tp: int) -> PartElements:
     """Count vLLM's elements per part; a tied output is counted as the embedding."""
     return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
+
+
+@cache
+def fp8_saved_bytes(arch: Architecture, tp: int, element_bytes: int) -> int:
+    """Count the bytes that fp8 saves in a layer of vLLM's: all but one of an element, less the scales."""
+    layer = vllm_parameters(replace(arch, num_layers=1), tp, 0)
+    return sum(
+        prod(each.shape) * (element_bytes - 1) - 4 * each.shape[0]
+        for each in layer
+        if is_quantized(each.name)
+    )
 
 
 def _by_part(parameters) -> PartElements:
@@ -261,9 +273,17 @@ class PlannedRun:
 
     @property
     def rollout_element_bytes(self) -> int:
-        """Bytes of an element of vLLM's weights and KV cache."""
+        """Bytes of an element of vLLM's weights, as they arrive, and KV cache."""
         dtype = self.config.rollout.dtype
         return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
+
+    @property
+    def fp8_saved_bytes(self) -> int:
+        """Bytes that rollout.weight_dtype saves on a rank of vLLM's."""
+        arch, rollout = self.actor.arch, self.config.rollout
+        if rollout.weight_dtype != "fp8":
+            return 0
+        return arch.num_layers * fp8_saved_bytes(arch, rollout.tp, self.rollout_element_bytes)
 
     def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
