@@ -65,6 +65,12 @@ def test_models_and_training_under_every_layout():
 
 
 @needs(1)
+def test_frozen_models_with_weights_in_fp8():
+    output = run_world("tests/gpu/fp8_weights_worker.py", RANKS, timeout=300)
+    assert "all passed" in output or "cannot compute in fp8" in output
+
+
+@needs(1)
 def test_transformer_engine_models_load_what_is_converted(tmp_path):
     assert "all checks of conversion passed" in run_world(
         "tests/gpu/convert_worker.py", RANKS, tmp_path, timeout=600

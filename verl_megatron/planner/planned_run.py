@@ -42,6 +42,7 @@ class PlannedRole:
     trainable: bool
     layers: tuple[int, ...]  # layers of a rank, by pipeline stage
     elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
+    fp8_weights: bool = False  # of the layers
 
     @classmethod
     def of(
@@ -317,9 +318,10 @@ def _scoring(config: TrainerConfig, read: Callable[[str], Architecture]) -> tupl
 def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
         layout = layout_of(spec.model, world_size)
-        return PlannedRole.of(
+        role = PlannedRole.of(
             name=spec.name, arch=arch, layout=layout, head=spec.head, trainable=spec.trainable
         )
+        return replace(role, fp8_weights=bool(spec.fp8_weights_by))
     except ValueError as error:
         raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None
 

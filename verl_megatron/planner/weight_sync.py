@@ -1,9 +1,9 @@
 """Predicted time of weight sync between training and rollout, and the bytes that it moves."""
 
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.rollout.serving import arriving_bytes, own_rollout_bytes, serving_bytes
+from verl_megatron.planner.static import static_bytes
 
 
 def moved_bytes(run: PlannedRun) -> float:
