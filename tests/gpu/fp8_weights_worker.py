@@ -152,7 +152,7 @@ def main() -> None:
     model = write_once(folder / "reward", "qwen3", "ForSequenceClassification", **SIZES).cuda()
     exact_B = scores_of(model, batch)
     rounded_B = scores_of(with_fp8_layers(model.bfloat16()), batch)
-    limits["scores"] = 1.5 * relative(rounded_B - exact_B, exact_B)
+    limits["scores"] = 3 * relative(rounded_B - exact_B, exact_B)  # of a few samples, where luck counts
     del model
     check_refusals()
     for text in LAYOUTS[dist.get_world_size()]:
