@@ -106,5 +106,8 @@ class ScriptedEngine(RecordedSleeper):
     def weight_target(self):
         return {}
 
+    def fp8_target(self):
+        return {}
+
     def close(self):
         self.calls.append("close")

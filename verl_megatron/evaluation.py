@@ -4,6 +4,7 @@
 every rank; JSON holds the fields of `Evaluation`.
 """
 
+import gc
 import json
 import sys
 from dataclasses import dataclass, field, replace
@@ -235,4 +236,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     process.begin()
+    gc.enable()
     main()

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
 from verl_megatron.algorithms.advantages.distillation import add_teacher
 from verl_megatron.algorithms.correction import add_sample_size
-from verl_megatron.algorithms.diagnostics import batch_sums, zero_variance_fraction
+from verl_megatron.algorithms.diagnostics import batch_sums, reference_gap, zero_variance_fraction
 from verl_megatron.algorithms.kl import KLController
 from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale, leave_out, token_mean
@@ -164,16 +164,23 @@ class Learner:
                 self.residency.enter_training(self.actor.engine)
                 sums.merge(self._update_actor(for_actor, batch, reuses=reuses, exact_BT=exact_BT))
         given.logprobs = batch.logprobs  # those that the update's own pass computed too
-        sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
-        if self.algorithm.min_samples > 1:
-            share = zero_variance_fraction(batch, num_groups=table.num_groups, all_max=self.world.all_max)
-            sums.add("rollout/zero_variance_fraction", share, 1)
+        sums.merge(self._statistics(batch, table, step=step))
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
         if "kl/ref" in metrics:
             self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
         return metrics
+
+    def _statistics(self, batch: RolloutBatch, table: SampleTable, *, step: int) -> Sums:
+        """Sum statistics of the samples owned by this rank. Collective over `world`."""
+        sums = batch_sums(batch, kl_estimator=self.config.kl_estimator)
+        if step == 1 and is_recomputed(self.config):
+            sums.merge(reference_gap(batch))
+        if self.algorithm.min_samples > 1:
+            share = zero_variance_fraction(batch, num_groups=table.num_groups, all_max=self.world.all_max)
+            sums.add("rollout/zero_variance_fraction", share, 1)
+        return sums
 
     def _is_checked(self, step: int) -> bool:
         """Whether iteration `step` compares reused log-probs with those of a separate pass."""

@@ -30,6 +30,8 @@ class ModelSpec:
     model: ModelConfig
     head: Head
     trainable: bool = False
+    # The setting that asks for the layers' weights in fp8, such as reference.dtype; empty: none does.
+    fp8_weights_by: str = ""
 
     @property
     def exports(self) -> dict[str, Head]:
@@ -69,6 +71,7 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
         return (actor,)
     if isinstance(config, DPOConfig):
         return (actor, reference)
+    reference = replace(reference, fp8_weights_by=_fp8_weights_by(config, "reference"))
     specs = [actor]
     if shares_trunk(config):
         specs = [replace(actor, head="lm_token")]
@@ -104,8 +107,17 @@ def _scorer(config: TrainerConfig, name: str) -> ModelSpec:
     """Return a frozen model; the reference as it is on ranks of its own."""
     section: ReferenceConfig | RewardConfig | TeacherConfig = getattr(config, name)
     path = config.actor.path if isinstance(section, ReferenceConfig) else section.path
-    model = ModelConfig(path=path, layout=section.layout, devices=section.devices)
-    return ModelSpec(name=name, section=name, model=model, head="sequence" if name == "reward" else "lm")
+    return ModelSpec(
+        name=name,
+        section=name,
+        model=ModelConfig(path=path, layout=section.layout, devices=section.devices),
+        head="sequence" if name == "reward" else "lm",
+        fp8_weights_by=_fp8_weights_by(config, name),
+    )
+
+
+def _fp8_weights_by(config: TrainerConfig, name: str) -> str:
+    return f"{name}.dtype" * (getattr(config, name).dtype == "fp8")
 
 
 def shares_trunk(config: TrainerConfig) -> bool:

@@ -12,15 +12,13 @@ from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import place
-from parallel.rank_set import RankSet, agree
+from parallel.rank_set import RankSet
 from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.correction import with_correction
 from verl_megatron.algorithms.kl import make_controller
-from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.curriculum import CurriculumCursor
@@ -37,7 +35,8 @@ from verl_megatron.rewards.functions import options_of
 from verl_megatron.rewards.plan import is_routed
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
-from verl_megatron.roles.engine import EngineOptions, compute_of
+from verl_megatron.roles.compute import rollout_dtype
+from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import Role, Training, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.rollout.adaptive import add_shares, parse_table
@@ -126,8 +125,6 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
-    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     stall_s = config.run.stall_timeout_s
     meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
     models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)
@@ -326,6 +323,7 @@ class _Models:
             seed=config.run.seed,
             temperature=config.rollout.temperature,
             progress=self._progress,
+            fp8_weights_by=spec.fp8_weights_by,
         )
         with self.clock.phase(spec.name):
             role = make_role(
@@ -390,10 +388,3 @@ def make_vllm(
     )
     vllm.sleep()
     return vllm
-
-
-def rollout_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return vLLM's dtype: rollout.dtype, or for auto that of the Megatron engine."""
-    if config.rollout.dtype != "auto":
-        return getattr(torch, config.rollout.dtype)
-    return compute_of(config.engine).dtype

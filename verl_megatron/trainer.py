@@ -16,7 +16,7 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
-from verl_megatron.model_specs import has_worlds
+from verl_megatron.model_specs import has_worlds, is_separate, models_apart, models_of
 from verl_megatron.observe import samples
 from verl_megatron.observe.activity import activities_of
 from verl_megatron.observe.metrics import Sums
@@ -26,8 +26,10 @@ from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
 from verl_megatron.rewards.callables import spec_of
+from verl_megatron.roles.compute import compute_of, rollout_dtype
 from verl_megatron.rollout.curriculum import Hook
 from verl_megatron.rollout.sampler import Draw
+from verl_megatron.rollout.vllm_process import import_vllm
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
 from verl_megatron.separate.training_side import RemoteEngine
@@ -92,8 +94,15 @@ class RLTrainer(BaseTrainer):
         self.say(batch_arithmetic(config, self.world.size))
         self.run: Run  # once `train` has built it
 
+    def import_engine(self) -> None:
+        if not is_separate(self.config):
+            import_vllm()
+
     def build(self) -> None:
-        """Build all components of the run."""
+        """Check the values of the weights, then build all components of the run."""
+        engine, specs = self.config.engine, (*models_of(self.config), *models_apart(self.config))
+        dtypes = {compute_of(engine, fp8_weights_by=spec.fp8_weights_by).dtype for spec in specs}
+        self.check_weights(*dtypes, rollout_dtype(self.config))
         self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
         self.clock, self.roles = self.run.clock, self.run.learner.roles
         self.state: SavedState = SavedState(self.run, say=self.say)

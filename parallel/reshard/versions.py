@@ -26,6 +26,7 @@ from parallel import device as machine
 from parallel.rank_set import new_group
 from parallel.reshard.execute import Resharder, ReshardReport
 from parallel.reshard.plan import Plan
+from parallel.reshard.staged import StagedParameters
 from parallel.reshard.transport import Parameters, Transport
 
 Key = tuple[int, str]  # model chunk, parameter
@@ -70,6 +71,7 @@ class VersionedReshard:
         transport: Transport,
         *,
         keep: Callable[[int, Parameters], None] | None = None,
+        staged: StagedParameters | None = None,
     ):
         """Allocate the buffers and start the thread.
 
@@ -83,6 +85,7 @@ class VersionedReshard:
                 parameters may still be on GPUs. Slices are verified between snapshot and back buffer.
             keep: called in the background with each version and its snapshot, which is empty on a rank that
                 the plan does not read, once it has been transferred.
+            staged: parameters in another form; `adopt()` converts them out of the back buffer.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
@@ -99,6 +102,9 @@ class VersionedReshard:
         self._back = {
             key: _buffer_like(tensor, tensor.dtype, device) for key, tensor in self._destination.items()
         }
+        self._staged = staged or StagedParameters(shapes={}, write=lambda values: None)
+        for key, shape in self._staged.shapes.items():
+            self._back[key] = torch.zeros(shape, dtype=transport.dtype, device=device)
         self.snapshot_bytes, self.back_bytes = _bytes_of(self._snapshot), _bytes_of(self._back)
         self.resharder = Resharder(plan, self._snapshot, self._back, transport)
 
@@ -116,7 +122,9 @@ class VersionedReshard:
         self._closing = self._ended = False
         self._closed_by: list[int] = []  # world ranks
         self._error: BaseException | None = None
+        self._start_thread(device)
 
+    def _start_thread(self, device: torch.device) -> None:
         self._gpu = machine.device()  # a new thread would start on GPU 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._order_streams()
@@ -172,10 +180,18 @@ class VersionedReshard:
             self._raise_error()
             return self._arrived is not None
 
-    def adopt(self) -> int:
+    @property
+    def back(self) -> Parameters:
+        """The back buffer, at fixed addresses; empty on a rank that is no destination."""
+        return self._back
+
+    def adopt(self, record: Callable[[], None] = lambda: None) -> int:
         """Wait for the next version, copy it into the destination parameters and return its number.
 
         Nothing may read the parameters meanwhile.
+
+        Args:
+            record: called once the parameters have the version, which is still in the back buffer.
 
         Raises:
             ValueError: this rank is no destination of the plan.
@@ -189,6 +205,9 @@ class VersionedReshard:
             if self._arrived is None:
                 raise RuntimeError(self._reason(f"no version follows {self.version}"))
             _copy(self._destination, self._back)
+            with torch.no_grad():
+                self._staged.write({key: self._back[key] for key in self._staged.shapes})
+            record()
             self._order_streams()
             machine.synchronize()  # the next reader may use another stream
             self.version, self._arrived = self._arrived, None

@@ -18,6 +18,7 @@ import threading
 import time
 from datetime import timedelta
 
+from parallel.gate import Gate
 from parallel.runtime import leftovers, process
 from parallel.runtime.seal import TOKEN, seal, unseal
 
@@ -37,13 +38,20 @@ USUAL = {
 PARENT = "LAUNCH_PARENT"  # environment variable: process id of a shell; this process ends when the shell ends
 
 
-def main(arguments: list[str]) -> int:
-    """Run this node's ranks until they exit, and return the exit status."""
+def main(arguments: list[str], gate: Gate | None = None) -> int:
+    """Run this node's ranks until they exit, and return the exit status.
+
+    Args:
+        gate: checks that the ranks wait for. If they do not pass, the ranks end, and the status is theirs.
+    """
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
     for name, value in USUAL.items():
         os.environ.setdefault(name, value)
     _Asked.listen()
+    if gate is not None:
+        _Asked.gate = gate
+        gate.watch(_Asked.refuse)
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
@@ -51,7 +59,8 @@ def main(arguments: list[str]) -> int:
         "1"
     )
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        return _Asked.refused or status
     finally:
         leftovers.end()
         leftovers.sweep()  # files of killed ranks
@@ -64,6 +73,8 @@ class _Asked:
     """
 
     by: signal.Signals | None = None
+    gate: Gate | None = None
+    refused = 0  # status of the checks, if they have not passed
 
     @classmethod
     def listen(cls) -> None:
@@ -72,8 +83,17 @@ class _Asked:
                 signal.signal(number, cls._take)
 
     @classmethod
+    def refuse(cls, status: int) -> None:
+        """End the ranks, which have begun nothing, since the checks have ended with `status`."""
+        if cls.by is None:  # else the checks have ended by that signal
+            cls.refused = status
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @classmethod
     def _take(cls, number: int, frame: object) -> None:
         ranks = process.children()
+        if cls.gate is not None:
+            ranks = [child for child in ranks if child != cls.gate.pid]
         if number == signal.SIGINT:
             if cls.by != signal.SIGINT:
                 process.say_interrupted()
@@ -85,6 +105,8 @@ class _Asked:
         if cls.by is None:
             threading.Thread(target=_end_without_others, daemon=True).start()
         cls.by = signal.Signals(number)
+        if cls.gate is not None:
+            cls.gate.end()
         if number == signal.SIGINT or not ranks:
             raise Ended
 
@@ -154,6 +176,8 @@ def _status(error, *, ranks_per_host: int) -> int:
         error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp)
     )
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    if _Asked.refused:
+        return status
     said = failure.error_file_data.get("message") if failure.error_file_data else None
     if isinstance(said, dict):
         is_said_elsewhere = said.get("extraInfo", {}).get("agreed") and rank >= ranks_per_host

@@ -84,7 +84,7 @@ def sweep(*folders: Path) -> None:
 
 def mark_of(pid: int) -> str:
     """Return the prefix of a process's names: its id, start time and PID namespace."""
-    return f"{PREFIX}-{pid}-{_started(pid)}-{_numbering()}"
+    return f"{PREFIX}-{pid}-{started_at(pid)}-{_numbering()}"
 
 
 def has_ended(name: str) -> bool:
@@ -93,12 +93,12 @@ def has_ended(name: str) -> bool:
     if not owner or owner[3] != _numbering():
         return False
     try:
-        return _started(int(owner[1])) != int(owner[2])
+        return started_at(int(owner[1])) != int(owner[2])
     except OSError:
         return True
 
 
-def _started(pid: int) -> int:
+def started_at(pid: int) -> int:
     """Return the process's start time in clock ticks since boot.
 
     Raises:

@@ -5,6 +5,7 @@ Needs only the standard library.
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -26,8 +27,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def begin() -> None:
     """End with the process that started this rank, handle Ctrl-C, and mark names in shared folders.
 
-    Called once, in the main thread.
+    Called once, in the main thread. Garbage collection is off from here on, because imports make many
+    permanent objects; what runs turns it on again.
     """
+    gc.disable()
     end_with_launcher()
     _take_interrupts()
     leftovers.begin(keep_folder=LAUNCHER in os.environ)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Parameter
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
@@ -207,7 +208,8 @@ def load_parameters(
     """Load a rank's parts of the folder into `tensors`, in place; padding becomes zero.
 
     Args:
-        tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape.
+        tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape. Quantized
+            ones are first put together in the dtype that they stand for, one at a time.
 
     Returns:
         Names of the value head's parameters that the folder lacks; their values are unchanged.
@@ -238,6 +240,11 @@ def load_parameters(
 
 
 def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
+    if type(tensor) not in (Tensor, Parameter):  # quantized, with scales of many elements
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        _fill(whole, parameter, folder)
+        tensor.copy_(whole)
+        return
     matrix = tensor.view(tensor.shape[0], prod(tensor.shape[1:]))
     covered = sum((b.rows[1] - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in parameter.blocks)
     if covered < matrix.numel():

@@ -23,9 +23,10 @@ from tests.distributed.rollout_engines import (
 )
 from tests.one_rank import ONE_RANK
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.rollout import vllm_cpu, vllm_weights
+from verl_megatron.rollout import vllm_cpu
 from verl_megatron.rollout.sampling import Request, Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
+from verl_megatron.rollout.vllm_weights import loading
 
 
 def hf_logprobs(model, sample, *, temperature, top_k=0, top_p=1.0):
@@ -179,7 +180,7 @@ def check_samples_follow_the_cache(model="a"):
 
 def check_shared_memory():
     """Each kind of parameter between construction and use, on modules that stand for vLLM's."""
-    emptying = vllm_weights.Emptying()
+    emptying = loading.Emptying()
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(emptying)
     embedding, linear, head = (
         torch.nn.Embedding(6, 4),
@@ -203,9 +204,9 @@ def check_shared_memory():
     }
     for name, (tensor, message) in wrong.items():
         with pytest.raises(ValueError, match=message):
-            vllm_weights.share(model, {"3.bias": torch.ones(4), name: tensor}, emptying.emptied)
+            loading.share(model, {"3.bias": torch.ones(4), name: tensor}, emptying.emptied)
     given = {"0.weight": torch.randn(6, 4), "1.bias": torch.randn(8), "3.bias": torch.randn(4)}
-    rest = vllm_weights.share(model, given, emptying.emptied)
+    rest = loading.share(model, given, emptying.emptied)
     assert len(rest) == 2 and rest[0] is model[1].weight and rest[1] is model[3].weight
     model[1].weight.data.fill_(0.5)  # has memory again
     assert model[2].weight is model[0].weight and all(
@@ -223,7 +224,7 @@ def check_sleeping_bytes():
     allocations = [
         AllocationData((0, 10**i, 0, 0), tag, is_asleep=asleep) for i, (tag, asleep) in enumerate(sizes)
     ]
-    assert [vllm_weights.sleeping_bytes(allocations, tag) for tag in ("weights", "kv_cache")] == [1001, 1100]
+    assert [loading.sleeping_bytes(allocations, tag) for tag in ("weights", "kv_cache")] == [1001, 1100]
 
 
 def check_tied():

@@ -18,6 +18,7 @@ from parallel.reshard import versions
 from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
+from parallel.reshard.staged import StagedParameters
 from parallel.reshard.transport import Transport
 from parallel.reshard.versions import VersionedReshard, background_group
 from tests.distributed.reshard_worker import (
@@ -47,7 +48,12 @@ class Rank:
         dtype=torch.float32,
         buffers: torch.device | None = None,
         verify="all",
+        negated: str = "",
     ):
+        """
+        Args:
+            negated: the end of the names of parameters that rollout holds in another form, the negative.
+        """
         self.rank, tensors, where = dist.get_rank(), whole_tensors(UNTIED), buffers or device.device()
         plan = compile_plan(
             source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=200
@@ -62,7 +68,15 @@ class Rank:
         )
         group = background_group(plan.ranks)
         transport = Transport(dtype=dtype, group=group, device=where, verify=verify)
-        self.versions = VersionedReshard(plan, self.live, self.front, transport)
+        names = [key for key in self.front if negated and key[1].endswith(negated)]
+        self.negatives = {key: self.front.pop(key) for key in names}
+        shapes = {key: tuple(value.shape) for key, value in self.negatives.items()}
+        staged = StagedParameters(shapes=shapes, write=self._negate)
+        self.versions = VersionedReshard(plan, self.live, self.front, transport, staged=staged)
+
+    def _negate(self, values: Parameters) -> None:
+        for key, value in values.items():
+            self.negatives[key].copy_(-value)
 
     def train_to(self, version: int) -> None:
         for key, value in self.live.items():
@@ -73,7 +87,8 @@ class Rank:
             value *= 2
 
     def holds(self, version: int) -> bool:
-        return all(torch.equal(self.front[key], value * version) for key, value in self.expected.items())
+        found = self.front | {key: -value for key, value in self.negatives.items()}
+        return all(torch.equal(found[key], value * version) for key, value in self.expected.items())
 
 
 @contextmanager
@@ -174,6 +189,23 @@ def versions_flow_freely(**options) -> None:
     if rank.rank in (0, 2):
         steps_of = "training steps" if rank.rank == 0 else "readings of the front"
         print(f"rank {rank.rank}: {steps} {steps_of} while {last} versions were in flight")
+
+
+def another_form_is_made_of_the_back_buffer() -> None:
+    """Before the next version arrives there; of both forms, what arrived can be recorded."""
+    with exchange(*APART, negated="gate_up") as rank:
+        for version in (1, 2, 3):
+            if rank.rank in TRAINING:
+                rank.train_to(version)
+                rank.versions.publish(version)
+                continue
+
+            def record(version: int = version) -> None:
+                arrived = rank.versions.back
+                assert rank.holds(version) and arrived.keys() == rank.expected.keys()
+                assert all(torch.equal(arrived[k], v * version) for k, v in rank.expected.items())
+
+            assert rank.versions.adopt(record) == version and len(rank.negatives) == 4
 
 
 def buffers_have_one_copy_each() -> None:
@@ -336,6 +368,7 @@ CHECKS = [
     training_goes_on_during_a_transfer,
     publishing_waits_for_the_version_before,
     versions_flow_freely,
+    another_form_is_made_of_the_back_buffer,
     buffers_have_one_copy_each,
     every_rank_is_both,
     replicas_take_part,

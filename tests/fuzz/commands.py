@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation, Names
 from tests.fuzz.job import Job
@@ -179,11 +179,14 @@ def _call(folder: Path, words: Sequence[str]) -> NoReturn:
     from verl_megatron.commands import main
     from verl_megatron.launch import ranks
 
-    def start(module: str, arguments: Sequence[str], **_: int) -> NoReturn:
+    def start(
+        module: str, arguments: Sequence[str], *, check: Callable[[], object] = lambda: None, **_: Any
+    ) -> NoReturn:
+        check()
         print(f"would start {module}")
         sys.exit()
 
-    ranks.start = start
+    ranks.start = ranks.check_and_start = start
     os.environ["VERL_MEGATRON_CACHE"] = str(folder / "cache")
     os.chdir(folder)
     sys.exit(main(words))

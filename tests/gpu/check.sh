@@ -140,7 +140,9 @@ stage_whole() {
   step whole bash -c "world 4 tools/bench/weight_sync.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
 }
 
-stage_fp8() { # the toy job learns as in bfloat16
+stage_fp8() { # the toy job learns as in bfloat16; a reference in fp8 beside an actor in bfloat16
+  LINES_SHOWN=4 step reference_fp8 bash -c "toy reference_fp8 run.iterations=3 run.export=false algorithm.kl_coef=0.01 reference.dtype=fp8 && grep -o 'reference/logprob_gap_mean[^,]*' $LOGS/reference_fp8/metrics.jsonl"
+  LINES_SHOWN=8 step precision bash -c "world $RANKS -m verl_megatron.benchmarks.precision --hf $LOGS/toy/model --prompt 16 --response 16 --dtypes bfloat16 fp8 fp8-weights"
   for dtype in bfloat16 fp8; do
     LINES_SHOWN=8 step "quickstart_$dtype" env OUT="$LOGS/toy" bash recipes/quickstart.sh engine.dtype=$dtype run.output_dir="$LOGS/quickstart_$dtype" rollout.enforce_eager=true
   done

@@ -15,9 +15,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
 from tests.gpu.kernels_check import check_then_time, milliseconds
+from verl_megatron.data.packing import LOGIT_CHUNK_BYTES
 from verl_megatron.models import log_prob_kernels as kernels
 from verl_megatron.models.log_prob_kernels import GRAD, STATS, Tuning
-from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, Softmax, token_log_probs
+from verl_megatron.models.log_probs import TILE, Softmax, token_log_probs
 
 # Letters: N tokens, H hidden size, V vocabulary rows.
 
@@ -210,7 +211,7 @@ def time_all(device: torch.device, *, hidden_size: int) -> None:
     print(f"copying moves {rate / 1e6:.0f} GB/s; {hidden_size} hidden channels", flush=True)
     table = []
     for columns in VOCABULARIES:
-        tokens = CHUNK_BYTES // 2 // columns // TILE * TILE
+        tokens = LOGIT_CHUNK_BYTES // 2 // columns // TILE * TILE
         case = Case(
             tokens=tokens,
             columns=columns,

@@ -71,6 +71,13 @@ def with_fp8_layers(model):
     return model
 
 
+def mean_error(rough, batch, truth) -> float:
+    """Mean absolute error of a rounded Hugging Face model's log-probs."""
+    pairs = zip(truth, hf_log_probs(rough, batch), batch.response_mask)
+    gaps = [(fine - coarse)[mask[1 : len(fine) + 1]].abs() for fine, coarse, mask in pairs]
+    return torch.cat(gaps).mean().item()
+
+
 def computed_in() -> list[tuple[str, str]]:
     """Specs and dtypes of this device; a CPU without transformer-engine still runs the rest of the file."""
     if not torch.cuda.is_available():
@@ -96,16 +103,8 @@ def check_family(folder: Path, family: str) -> None:
     batch = make_batch(arch.vocab_size)
     truth = hf_log_probs(model, batch)
 
-    def limit(rough) -> float:
-        pairs = zip(truth, hf_log_probs(rough, batch), batch.response_mask)
-        return (
-            1.5
-            * torch.cat([(fine - coarse)[mask[1 : len(fine) + 1]].abs() for fine, coarse, mask in pairs])
-            .mean()
-            .item()
-        )
-
-    limits = {"float32": 1e-4, "bfloat16": limit(model.bfloat16()), "fp8": limit(with_fp8_layers(model))}
+    limits = {"float32": 1e-4, "bfloat16": 1.5 * mean_error(model.bfloat16(), batch, truth)}
+    limits["fp8"] = 1.5 * mean_error(with_fp8_layers(model), batch, truth)
     for text in LAYOUTS[dist.get_world_size()]:
         layout = Layout.parse(text, tuple(range(dist.get_world_size())))
         groups = ProcessGroups(layout, world())

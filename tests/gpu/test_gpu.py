@@ -53,8 +53,21 @@ def test_drafts_leave_the_distribution_as_it_is(tmp_path):
 
 
 @needs(1)
+def test_fp8_weights_are_those_that_vllm_makes(tmp_path):
+    assert "all checks of fp8 weights passed" in run_world(
+        "tests/distributed/fp8_weights_worker.py", 1, tmp_path, timeout=600
+    )
+
+
+@needs(1)
 def test_models_and_training_under_every_layout():
     assert "all passed" in run_world("tests/gpu/models_worker.py", RANKS, timeout=600)
+
+
+@needs(1)
+def test_frozen_models_with_weights_in_fp8():
+    output = run_world("tests/gpu/fp8_weights_worker.py", RANKS, timeout=300)
+    assert "all passed" in output or "cannot compute in fp8" in output
 
 
 @needs(1)

@@ -202,11 +202,14 @@ def test_commands_of_the_toy_job_are_valid(line, toy, monkeypatch, capsys):
     """As they stand: everything is checked, and no rank is started."""
     started = []
 
-    def start(module, *_, **__):
+    def start(module, *_, check=None, **__):
+        if check is not None:
+            check()
         started.append(module)
         raise SystemExit(0)
 
     monkeypatch.setattr("verl_megatron.launch.ranks.start", start)
+    monkeypatch.setattr("verl_megatron.launch.ranks.check_and_start", start)
     monkeypatch.setattr("verl_megatron.launch.supervisor.supervise_here", start)
     monkeypatch.chdir(toy)
     _, name, *words = shlex.split(line)

@@ -65,6 +65,20 @@ def test_prompts_whose_samples_have_one_score_are_counted():
     assert learn(step=2, batch=batch)[1]["rollout/zero_variance_fraction"] == 1 / 3
 
 
+def test_the_first_iteration_shows_how_far_the_reference_is_off():
+    """Before the first update its weights are the actor's; other iterations do not have the metric."""
+    gap_BT = SimpleEngine(0).constant_BT - SimpleEngine(1).constant_BT
+    gap_N = gap_BT[scored_batch().response_mask].abs()
+    metrics = learn(step=1, reference=True, kl_in="loss")[1]
+    assert metrics["reference/logprob_gap_mean"] == pytest.approx(gap_N.mean().item(), rel=1e-5)
+    assert metrics["reference/logprob_gap_max"] == pytest.approx(gap_N.max().item(), rel=1e-5)
+    both, sampled = {"reference": True, "kl_in": "loss"}, {"old_logprobs": "sampler"}
+    for step, settings in ((2, both), (1, {}), (1, both | sampled)):
+        batch = scored_batch()
+        batch.policy_version = torch.zeros(9, dtype=torch.int64)
+        assert "reference/logprob_gap_mean" not in learn(step=step, batch=batch, **settings)[1]
+
+
 CUT = [2, 3, 4, 5, 8]  # a whole group among them
 
 

@@ -34,8 +34,8 @@ def correction_of(config: TrainerConfig) -> str:
     """Return algorithm.correction, with auto replaced by what it stands for."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    is_stale = config.async_.is_stale and config.algorithm.old_logprobs != "sampler"
-    return "truncate" if is_stale else "none"
+    differs = config.async_.is_stale or config.rollout.weight_dtype == "fp8"
+    return "truncate" if differs and config.algorithm.old_logprobs != "sampler" else "none"
 
 
 def with_correction(config: TrainerConfig) -> AlgorithmConfig:

@@ -41,6 +41,21 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     return sums
 
 
+def reference_gap(batch: RolloutBatch) -> Sums:
+    """Sum differences between the log-probs of actor and reference (nats), before the first update.
+
+    Their weights are the same then, so this is the error of the reference's numerics: 0 where they are the
+    actor's. Empty without a reference.
+    """
+    sums = Sums()
+    if batch.ref_logprobs is not None:
+        gap_N = (batch.required("logprobs") - batch.ref_logprobs)[batch.response_mask].abs()
+        sums.add("reference/logprob_gap_mean", gap_N.sum(), gap_N.numel())
+        if gap_N.numel():
+            sums.max("reference/logprob_gap_max", gap_N.max())
+    return sums
+
+
 def zero_variance_fraction(
     batch: RolloutBatch, *, num_groups: int, all_max: Callable[[Tensor], Tensor]
 ) -> float:

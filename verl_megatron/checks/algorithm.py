@@ -115,11 +115,12 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     """
     correction, named = correction_of(config), config.algorithm.correction
     if named == "auto":
-        given = config.async_
-        named = (
-            f"auto ({correction}, because async.max_staleness={given.max_staleness} and "
-            f"async.sync_interval={given.sync_interval})"
-        )
+        given, because = config.async_, "rollout.weight_dtype=fp8"
+        if given.is_stale:
+            because = (
+                f"async.max_staleness={given.max_staleness} and async.sync_interval={given.sync_interval}"
+            )
+        named = f"auto ({correction}, because {because})"
     truncated = _truncated(config)
     if correction == "none" or not truncated:
         return []

@@ -15,6 +15,7 @@ from verl_megatron.model_specs import layout_of, scoring_worlds
 class CheckedModel:
     """A model section's layout and architecture, as far as they are valid, and what is wrong."""
 
+    named: str  # the setting of its layout, with the value
     layout: Layout | None = None
     arch: Architecture | None = None
     problems: list[str] = field(default_factory=list)
@@ -33,7 +34,7 @@ def check_model(
     Args:
         is_apart: the ranks are those of a world of its own, which its devices name.
     """
-    found = CheckedModel()
+    found = CheckedModel(f"{name}.layout={model.layout!r}")
     try:
         found.layout = layout_of(replace(model, devices="") if is_apart else model, world_size)
     except ValueError as error:
@@ -55,10 +56,9 @@ def check_model(
         except ValueError as error:
             found.problems.append(f"{name}.path={short_repr(model.path)}: {error}")
     if found.layout is not None and found.arch is not None:
-        found.problems += [
-            f"{name}.layout={model.layout!r}: {problem}"
-            for problem in _check_split(found.arch, found.layout, engine.dtype)
-        ]
+        found.problems += [f"{found.named}: {problem}" for problem in _check_split(found.arch, found.layout)]
+    if engine.dtype == "fp8":
+        found.problems += _width_problems("engine.dtype", found)
     return found
 
 
@@ -73,8 +73,12 @@ def _full_sharding_problems(name: str, text: str, layout: Layout) -> list[str]:
     ] * bool(wrong)
 
 
-def scorer_problems(config: TrainerConfig, world_size: int) -> list[str]:
-    """Return the problems of the reward model and the teacher, and of frozen models that have a world."""
+def scorer_problems(config: TrainerConfig, actor: CheckedModel, world_size: int) -> list[str]:
+    """Return the problems of the reward model, the teacher and the reference.
+
+    Args:
+        actor: checked already; a reference without ranks of its own has its layout.
+    """
     try:
         worlds = scoring_worlds(config)
     except ValueError:
@@ -90,18 +94,18 @@ def scorer_problems(config: TrainerConfig, world_size: int) -> list[str]:
             )
         elif section.path:
             size = sizes.get(name, world_size)
-            problems += check_model(
-                name, section, config.engine, world_size=size, is_apart=name in sizes
-            ).problems
+            found = check_model(name, section, config.engine, world_size=size, is_apart=name in sizes)
+            problems += found.problems + _dtype_problems(config, name, found)
+    reference = actor
     if "reference" in sizes:
         own, size = config.reference, sizes["reference"]
         model = ModelConfig(path=config.actor.path, layout=own.layout, devices=own.devices)
-        found = check_model("reference", model, config.engine, world_size=size, is_apart=True)
-        problems += [problem for problem in found.problems if not problem.startswith("reference.path")]
-    return problems
+        reference = check_model("reference", model, config.engine, world_size=size, is_apart=True)
+        problems += [problem for problem in reference.problems if not problem.startswith("reference.path")]
+    return problems + _dtype_problems(config, "reference", reference)
 
 
-def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
+def _check_split(arch: Architecture, layout: Layout) -> list[str]:
     """Return what prevents the model from being split by this layout."""
     problems = tp_problems(arch, layout.tp) + problem_of(layout.layers_of, arch.num_layers)
     if len(set(layout.stage_layers[1:-1])) > 1:
@@ -109,15 +113,38 @@ def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
             f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may "
             "differ from the others; make those between alike"
         )
-    if dtype == "fp8":
-        widths = {
-            "hidden size": arch.hidden_size,
-            "heads' channels": arch.num_heads * arch.head_dim // layout.tp,
-            "feed-forward channels": arch.intermediate_size // layout.tp,
-        }
-        wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
-        problems += [
-            f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; "
-            "use another tp, or bfloat16"
-        ] * bool(wrong)
     return problems
+
+
+def _dtype_problems(config: TrainerConfig, name: str, found: CheckedModel) -> list[str]:
+    """Return what keeps the weights of a frozen model from being in fp8, if its dtype asks for it."""
+    setting, engine = f"{name}.dtype", config.engine
+    if getattr(config, name).dtype != "fp8":
+        return []
+    problems = [
+        f"{setting}=fp8 with engine.{other}={value}: {reason}; {remedy}, or leave {setting} at auto"
+        for other, value, reason, remedy in (
+            ("transformer_impl", "local", "only transformer-engine's layers compute in fp8", "use auto"),
+            ("dtype", "float32", "the model is in bfloat16 but for its layers' weights", "use bfloat16"),
+            ("sharding", "full", "only whole weights are rounded to fp8", "use replicated"),
+        )
+        if getattr(engine, other) == value
+    ]
+    return problems + (_width_problems(setting, found) if engine.dtype != "fp8" else [])  # else known
+
+
+def _width_problems(setting: str, found: CheckedModel) -> list[str]:
+    """Return what in a model's split keeps it from computing in fp8, as `setting` asks."""
+    arch, layout = found.arch, found.layout
+    if arch is None or layout is None:
+        return []
+    widths = {
+        "hidden size": arch.hidden_size,
+        "heads' channels": arch.num_heads * arch.head_dim // layout.tp,
+        "feed-forward channels": arch.intermediate_size // layout.tp,
+    }
+    wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
+    return [
+        f"{found.named}: {setting}=fp8 multiplies matrices whose sides are multiples of 16, and a rank has "
+        f"{wrong}; use another tp, or bfloat16"
+    ] * bool(wrong)

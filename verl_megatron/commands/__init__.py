@@ -4,9 +4,10 @@ A command is a function `run(arguments) -> exit status | None` of a module here.
 called, so that help is quick.
 """
 
+import contextlib
 import errno
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -78,30 +79,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_interrupted()
 
 
-def _run(given: list[str]) -> int:
-    name = given[0] if given else ""
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Context that says a user error in one line, and exits with status 2."""
     try:
-        if name == "help" and len(given) > 1:
-            return _run([given[1], "--help", *given[2:]])
-        if name in ("", "-h", "--help", "help"):
-            print(_help(), flush=True)
-            return 0 if name else 2
-        if name == "--version":
-            print(verl_megatron.__version__, flush=True)
-            return 0
-        if name not in COMMANDS:
-            raise ValueError(
-                f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; "
-                f"commands are {', '.join(COMMANDS)}"
-            )
-        sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
-        return COMMANDS[name].load()(given[1:]) or 0
+        yield
     except ValueError as error:
         complain(str(error))
     except OSError as error:
         if error.errno not in OF_A_PATH or error.filename is None:
             raise
         complain(f"{short_repr(str(error.filename))}: {error.strerror}; name another file or folder")
+
+
+@refusing()
+def _run(given: list[str]) -> int:
+    name = given[0] if given else ""
+    if name == "help" and len(given) > 1:
+        return _run([given[1], "--help", *given[2:]])
+    if name in ("", "-h", "--help", "help"):
+        print(_help(), flush=True)
+        return 0 if name else 2
+    if name == "--version":
+        print(verl_megatron.__version__, flush=True)
+        return 0
+    if name not in COMMANDS:
+        raise ValueError(
+            f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; commands are {', '.join(COMMANDS)}"
+        )
+    sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
+    return COMMANDS[name].load()(given[1:]) or 0
 
 
 def _help() -> str:

@@ -28,6 +28,7 @@ BENCHMARKS = {
         "the whole way between training and rollout, with a real vLLM", "weight_sync.command"
     ),
     "engine": Benchmark("forward passes and optimizer steps of one model, with MFU and memory", "engine"),
+    "precision": Benchmark("log-probs or scores of a model in fp8, against bfloat16", "precision"),
     "rollout": Benchmark("generation against a bare vLLM", "rollout"),
     "offload": Benchmark("whole iterations with and without reshard.offload", "offload"),
     "batching": Benchmark("whole iterations with fitted and fixed sizes of micro-batches", "batching"),

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from parallel.runtime.refusal import short_repr
+from verl_megatron.commands import refusing
+
+if TYPE_CHECKING:
+    from verl_megatron.config import SupervisedConfig, TrainerConfig
 
 USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
 OPTIONS = """\
@@ -117,13 +121,13 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
-    from verl_megatron.launch.ranks import LAUNCHER_OPTIONS, is_rank, launcher_options, ranks_of, start
+    gc.disable()  # imports and recipes make many permanent objects
+    from verl_megatron.launch import ranks as launching
 
-    if is_rank():
+    if launching.is_rank():
         _as_a_rank(training.module, arguments)
         return 0
-    given, rest = launcher_options(arguments)
-    gc.disable()  # imports and recipes make many permanent objects
+    given, rest = launching.launcher_options(arguments)
     from parallel.bridge import given_address
     from parallel.runtime.environment import check_environment
     from verl_megatron.checks.overrides import structured
@@ -133,7 +137,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
     check_environment()
-    known, settings = settings_of(rest, LAUNCHER_OPTIONS)
+    known, settings = settings_of(rest, launching.LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
     _check_command(training, settings, known.config or known.config_name)
@@ -145,25 +149,44 @@ def _run(training: Training, arguments: list[str]) -> int:
             "leave it out"
         )
     of_role = ranks_of_role(devices, known.role) if known.role else 0
-    if separate:
-        ranks = num_ranks(devices)
-    else:
-        ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    try:
-        text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings before ranks start
-    finally:
-        del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    config = cast(Any, structured(settings, SCHEMAS[training.schema]))
+    ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config)
+    plan = partial(_plan, training, settings, ranks=ranks, gpu=known.gpu)
     if known.dry_run:
+        text, fits = plan()
         print(text)
         return 0 if fits else NO_ROOM
+    restarts = given.max_restarts
     if known.role:
+        plan()
         given_address()
-    if separate and not known.role:
+        launching.start(training.module, rest, ranks=of_role or ranks(), restarts=restarts)
+    if separate:
         from verl_megatron.launch.supervisor import supervise_here
 
-        sys.exit(supervise_here(training.module, rest, devices, restarts=given.max_restarts))
-    start(training.module, rest, ranks=of_role or ranks, restarts=given.max_restarts)
+        plan()
+        sys.exit(supervise_here(training.module, rest, devices, restarts=restarts))
+    check = refusing()(plan)
+    launching.check_and_start(training.module, rest, config, ranks=ranks, restarts=restarts, check=check)
+
+
+def _ranks(given: int, config: "TrainerConfig | SupervisedConfig") -> int:
+    from verl_megatron.launch.ranks import ranks_of
+
+    return given or ranks_of(config)
+
+
+def _plan(
+    training: Training, settings: dict[str, Any], *, ranks: Callable[[], int], gpu: str
+) -> tuple[str, bool]:
+    """Return the plan of a run and whether it fits; refuse what cannot work, before any rank begins."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks()))
+    os.environ |= sizes
+    try:
+        return training.plan(settings, gpu=gpu)
+    finally:
+        for name in sizes:
+            del os.environ[name]
 
 
 def _check_command(training: Training, settings: dict[str, Any], recipe: str | None) -> None:

@@ -64,7 +64,7 @@ class AlgorithmConfig(Section):
     correction: str = setting(
         "auto",
         "importance weights against the gap between sampler and trainer: truncate (TIS), mask (IcePop, MIS); "
-        "auto: truncate if async.max_staleness is above 0, else none",
+        "auto: truncate if async.max_staleness is above 0 or rollout.weight_dtype is fp8, else none",
         choices=("auto", "none", "truncate", "mask"),
     )
     correction_level: str = setting(

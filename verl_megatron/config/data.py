@@ -125,6 +125,7 @@ class RewardConfig(Section):
         "ranks of the reward model: some of those that train, or after them for ranks that only score; "
         "empty: all that train",
     )
+    dtype: str = setting("auto", "dtype of the reward model, as reference.dtype", choices=("auto", "fp8"))
 
     @property
     def is_given(self) -> bool:

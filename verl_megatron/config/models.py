@@ -40,6 +40,11 @@ class ReferenceConfig(Section):
         "",
         "ranks that only score, after those that train; empty, or those of the actor: there, with its layout",
     )
+    dtype: str = setting(
+        "auto",
+        "fp8: the layers' weights take one byte each and their products are in fp8; auto: as engine.dtype",
+        choices=("auto", "fp8"),
+    )
 
 
 @dataclass(kw_only=True)
@@ -49,13 +54,15 @@ class TeacherConfig(Section):
     path: str = setting("", "folder, hub name or URL, with the actor's tokenizer; empty: no teacher")
     layout: str = setting("tp1", "layout of the teacher, as actor.layout")
     devices: str = setting("", "ranks of the teacher, as reward.devices")
+    dtype: str = setting("auto", "dtype of the teacher, as reference.dtype", choices=("auto", "fp8"))
 
 
 @dataclass(kw_only=True)
 class EngineConfig(Section):
     """Compute settings of all Megatron-Core models, and the optimizer (AdamW) of the trainable ones.
 
-    fp8 is bfloat16 with the matrix products of the layers in fp8. Both keep float32 master weights.
+    fp8 is bfloat16 with the matrix products of the layers in fp8. Both keep float32 master weights. Frozen
+    models can have their weights in fp8, too: reference.dtype, teacher.dtype and reward.dtype.
     """
 
     dtype: str = setting(

@@ -73,6 +73,12 @@ class RolloutConfig(Section):
         "dtype of vLLM's weights; auto: the actor's",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    weight_dtype: str = setting(
+        "auto",
+        "dtype of the weights of vLLM's linear layers; fp8 takes half the memory, multiplies in fp8 and "
+        "widens rollout/logprob_gap; auto: rollout.dtype",
+        choices=("auto", "fp8"),
+    )
     # vLLM allocates a table row of max_model_len for each sample.
     max_num_seqs: int = setting(
         256, "maximum number of samples that a replica decodes concurrently", within="[1, 65536]"

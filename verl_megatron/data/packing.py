@@ -11,6 +11,8 @@ from itertools import pairwise
 # With engine.dynamic_batching, which fits the token budget to the free memory:
 USED_SHARE = 0.8  # of the free memory; micro-batches of different sizes leave blocks that nothing fits
 MICRO_BATCHES_PER_STAGE = 4  # of a mini-batch at least: fewer, larger ones leave pipeline stages waiting
+# A head computes the logits of a micro-batch in chunks of this size, in the dtype of the hidden states.
+LOGIT_CHUNK_BYTES = 512 << 20
 
 
 def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:

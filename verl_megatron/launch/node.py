@@ -8,7 +8,6 @@ or is stuck starts again, on all of its hosts.
 """
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -88,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         from verl_megatron.launch.supervisor import supervise
 
         return supervise(call, config)
-    os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *arguments])
+    from parallel.runtime import launch
+
+    return launch.main(list(arguments))
 
 
 def _worlds(arguments: list[str]) -> "TrainerConfig | None":

@@ -1,15 +1,19 @@
 """The ranks of a run on this host: how many it needs, and their start."""
 
 import argparse
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from parallel import device
+from parallel.gate import Gate
+from parallel.runtime import launch, process
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
 from verl_megatron.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.launch.options import given_twice
@@ -89,19 +93,65 @@ def prepare() -> None:
     """Set what ranks inherit, and write out what this process has printed."""
     if not device.is_gpu():
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling takes longer than it saves
+    _flush()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
-def start(module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0) -> NoReturn:
-    """Replace this process by the launcher of `python -m module arguments` on `ranks` ranks of this host."""
+def start(
+    module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0, gate: Gate | None = None
+) -> NoReturn:
+    """Run `python -m module arguments` on `ranks` ranks of this host, and exit with their status.
+
+    Args:
+        gate: checks that the ranks wait for, once they have imported their modules.
+    """
     prepare()
-    command = launcher_command(module, arguments, ranks=ranks, restarts=restarts)
-    os.execv(sys.executable, command)
+    gc.enable()
+    sys.exit(launch.main(launcher_arguments(module, arguments, ranks=ranks, restarts=restarts), gate))
 
 
-def launcher_command(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
-    """Return the launcher's command for `python -m module arguments` on this host."""
+def check_and_start(
+    module: str,
+    arguments: Sequence[str],
+    config: TrainerConfig | SupervisedConfig,
+    *,
+    ranks: Callable[[], int],
+    restarts: int,
+    check: Callable[[], object],
+) -> NoReturn:
+    """Run `check` in a process of its own, and `start` ranks.
+
+    They start at once if each setting by itself is right and the host has a core to spare.
+
+    Args:
+        ranks: returns how many; it may raise what `check` says.
+        check: exits with a message if the run cannot work.
+    """
+    _flush()
+    # Before this process asks for GPUs: CUDA does not work in a fork of a process that has used it.
+    gate = Gate(check)
+    try:
+        count = ranks()
+    except ValueError:
+        count = 0
+    is_right = not (check_types(config) or check_values(config))
+    if not (is_right and _may_go_ahead(count)) and (status := gate.wait()):
+        process.end(status)
+    start(module, arguments, ranks=count, restarts=restarts, gate=gate)
+
+
+def _may_go_ahead(ranks: int) -> bool:
+    """Whether ranks may start before the checks pass: these have a core left, and each rank has a GPU."""
+    gpus = device.visible_gpus()
+    return 0 < ranks < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
+
+
+def launcher_arguments(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
+    """Return the launcher's arguments for `python -m module arguments` on this host."""
     launcher = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     launcher += ["--rdzv-id", "verl_megatron", "--local-addr", "127.0.0.1"]
-    return [sys.executable, "-m", "parallel.runtime.launch", *launcher, "-m", module, *arguments]
+    return [*launcher, "-m", module, *arguments]

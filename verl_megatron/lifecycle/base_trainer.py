@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel import device
+import torch
+
+from parallel import device, gate
 from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
@@ -16,6 +18,7 @@ from parallel.runtime.run_lock import RunLock
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
+from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import different_versions, fetch_models
@@ -27,6 +30,7 @@ from verl_megatron.lifecycle.record import RunRecord
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
+from verl_megatron.observe.startup import StartClock
 from verl_megatron.observe.timeline import Activity, record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Machine, machine_here
@@ -59,8 +63,21 @@ class BaseTrainer:
     def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
         speak_once()
         check_versions(vllm=vllm)
-        device.initialize()
-        self.config, self.world = config, world()
+        self.config, self.start = config, StartClock()
+        if gate.is_here():
+            with self.start.stage("imports"):
+                self.import_engine()  # which takes time that the checks of the command may take as well
+            with self.start.stage("gate"):
+                gate.pass_through()
+        with self.start.stage("world"):
+            device.initialize()
+            self.world = world()
+        with self.start.stage("checks"):
+            self._check(inspect)
+
+    def _check(self, inspect: Callable[..., list[str]]) -> None:
+        """Refuse a run that cannot work on these ranks, and fill `inputs` with the files that were read."""
+        config = self.config
         self.is_first = self.world.is_first
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
@@ -74,6 +91,16 @@ class BaseTrainer:
         for model in fetched:
             self.say(str(model))
         agree(partial(self._inspect, inspect, machine), self.world)
+
+    def check_weights(self, *dtypes: torch.dtype) -> None:
+        """Refuse weights that are not finite in one of `dtypes`, and say how long the start has taken."""
+        roles, place, of = roles_of(self.config), self.world.rank, self.world.size
+        with self.start.stage("weights"):
+            agree(lambda: refuse(find_not_finite(roles, dtypes, place=place, of=of)), self.world)
+        self.say(str(self.start))
+
+    def import_engine(self) -> None:
+        """Import the rollout engine, if this rank has one."""
 
     def _inspect(self, inspect: Callable[..., list[str]], machine: Machine | None) -> None:
         inputs = self.inputs

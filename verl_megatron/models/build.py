@@ -36,6 +36,7 @@ class Compute:
     dtype: torch.dtype
     spec: Spec
     fp8: bool = False  # for the layers' matrix products; transformer-engine only
+    fp8_weights: bool = False  # weights of these products in fp8, too; frozen models only
     recompute: str = "none"  # none, selective, full
     shared_prompts: bool = False  # micro-batches of `pack_shared`; without context parallelism
 
@@ -91,7 +92,9 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
     # Scales come from the current tensors, reduced over the tensor-parallel ranks that split them. No wider
     # group is lent to Megatron's globals.
     fp8: dict[str, Any] = (
-        dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
+        dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True, fp8_param=compute.fp8_weights)
+        if compute.fp8
+        else {}
     )
     on_gpu = torch.cuda.is_available()
     _, attention_factor = rope_frequencies(arch)
@@ -171,7 +174,12 @@ def build_chunks(
     for chunk in range(layout.vpp):
         is_last = place.pp == layout.pp - 1 and chunk == layout.vpp - 1
         layers = layout.layers_of(arch.num_layers)[place.pp, chunk]
-        with warnings.catch_warnings(), megatron.megatron_globals(groups):
+        with (
+            warnings.catch_warnings(),
+            megatron.megatron_globals(groups),
+            # Else fp8 weights would also be stored transposed, and unrounded on the host.
+            torch.set_grad_enabled(not compute.fp8_weights),
+        ):
             warnings.simplefilter("ignore")
             block: Any = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm)
             model = GPTModel(
@@ -197,7 +205,8 @@ def build_chunks(
         )
         if is_last:
             _replace_head(model, config, groups, head)
-        chunks.append(model.cuda())
+        # With fp8 weights all is on the GPU, and `cuda` would wrap each of them anew.
+        chunks.append(model if compute.fp8_weights else model.cuda())
     return chunks
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_megatron.data.packing import LOGIT_CHUNK_BYTES
 from verl_megatron.models.log_prob_kernels import grad_logits_, stats
 
-CHUNK_BYTES = 512 << 20  # logits of one chunk, in the dtype of the hidden states
 TILE = 128  # rows of a GPU matrix-product tile; chunks are whole tiles
 
 
@@ -31,7 +31,7 @@ class Softmax:
     # Divides the logits, as in sampling: of all tokens, where 0 (greedy) counts as 1, or [N] float32 of each.
     temperature: float | Tensor = 1.0
     group: dist.ProcessGroup | None = None  # tensor-parallel ranks; None: a single rank
-    chunk_tokens: int = 0  # tokens per chunk of logits; 0: as many as fit CHUNK_BYTES
+    chunk_tokens: int = 0  # tokens per chunk of logits; 0: as many as fit LOGIT_CHUNK_BYTES
 
 
 def token_log_probs(
@@ -60,7 +60,7 @@ class _TokenLogProbs(torch.autograd.Function):
         first = rank * weight.size(0)
         given = softmax.temperature
         temperature = ctx.temperature = given if isinstance(given, Tensor) else given or 1.0
-        chunk = ctx.chunk = softmax.chunk_tokens or max(TILE, CHUNK_BYTES // row_bytes // TILE * TILE)
+        chunk = ctx.chunk = softmax.chunk_tokens or max(TILE, LOGIT_CHUNK_BYTES // row_bytes // TILE * TILE)
         ctx.rows = max(0, min(weight.size(0), softmax.vocab_size - first))  # without padding
         local = labels - first
         stats_4N = torch.zeros(4, labels.numel(), device=hidden.device)

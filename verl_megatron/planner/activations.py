@@ -16,8 +16,7 @@ from math import ceil
 from typing import Protocol
 
 from parallel.weights.rules import is_language
-from verl_megatron.data.packing import MICRO_BATCHES_PER_STAGE, USED_SHARE
-from verl_megatron.models.log_probs import CHUNK_BYTES
+from verl_megatron.data.packing import LOGIT_CHUNK_BYTES, MICRO_BATCHES_PER_STAGE, USED_SHARE
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels, part_elements
 
 
@@ -96,13 +95,13 @@ def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> flo
 
 
 def fp8_weight_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, copies: int) -> float:
-    """Bytes of transformer-engine's fp8 weight copies during a pass.
+    """Bytes of transformer-engine's fp8 copies of bfloat16 weights during a pass.
 
     There is one copy as is, and one transposed for the backward pass.
     """
     return (
         copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer
-        if run.config.engine.dtype == "fp8"
+        if run.config.engine.dtype == "fp8" and not role.fp8_weights
         else 0.0
     )
 
@@ -118,14 +117,14 @@ def head_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, backward: bool
     packed, asked = (samples * count / role.layout.cp for count in (run.packed_tokens, run.response_tokens))
     hidden = (packed + asked) * role.arch.hidden_size * run.element_bytes
     logits = run.element_bytes * ceil(asked) * vocabulary
-    chunk = min(CHUNK_BYTES, logits)
+    chunk = min(LOGIT_CHUNK_BYTES, logits)
     if not backward:
         return hidden + chunk
     # The weight's gradient; several chunks are also summed in float32.
     return (
         2 * hidden
         + chunk
-        + vocabulary * role.arch.hidden_size * (run.element_bytes + 4 * (logits > CHUNK_BYTES))
+        + vocabulary * role.arch.hidden_size * (run.element_bytes + 4 * (logits > LOGIT_CHUNK_BYTES))
     )
 
 

@@ -1,11 +1,4 @@
-"""Predicted bytes of each phase on each kind of rank, on the GPU and on its host.
-
-A trained model of n parameters on a rank has 2n of weights, 4n of gradients (float32,
-DistributedDataParallel's buffers) and 12n of optimizer state (master weights and two moments, float32). With
-the distributed optimizer the state is divided by dp·cp. In float32 the weights are 4n and serve as their own
-master weights. Frozen models have weights only. engine.sharding=full divides all by dp: 4n of weights, which
-are the master weights, 4n of gradients and 8n of moments.
-"""
+"""Predicted bytes of each phase on each kind of rank, on the GPU and on its host."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,8 +14,14 @@ from verl_megatron.planner.activations import (
     training_bytes,
 )
 from verl_megatron.planner.machine import GIB, Machine
-from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, PlannedWorld, communicators
+from verl_megatron.planner.planned_run import (
+    PlannedRole,
+    PlannedRun,
+    PlannedWorld,
+    communicators,
+)
 from verl_megatron.planner.rollout import serving
+from verl_megatron.planner.static import StaticBytes, static_bytes
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", "versions", *SERVING)
@@ -30,20 +29,6 @@ UPDATES = ("critic_update", "actor_update")
 SCORES = "scores"  # phase of the scoring worlds
 IDLE, KV_CACHE = "the idle models", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
-
-
-@dataclass(frozen=True, slots=True)
-class StaticBytes:
-    """Bytes that a model keeps on a rank for the whole run."""
-
-    weights: float
-    gradients: float = 0.0
-    masters: float = 0.0
-    moments: float = 0.0
-
-    @property
-    def optimizer(self) -> float:
-        return self.masters + self.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +99,6 @@ class MemoryPlan:
     def kv_cache_bytes(self) -> float:
         """Smallest KV cache of a rank."""
         return min(kind.kv_cache_bytes for kind in self.kinds)
-
-
-def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
-    """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
-    count, mixed = role.elements[stage], run.element_bytes == 2
-    is_full = run.config.engine.sharding == "full"
-    count /= role.layout.dp if is_full else 1
-    if not role.trainable:
-        return StaticBytes(count * run.element_bytes)
-    if is_full:
-        return StaticBytes(4 * count, 4 * count, 0.0, 8 * count)
-    replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
-    return StaticBytes(
-        count * run.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +190,7 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
     own = serving.own_rollout_bytes(run, None)
     parts = {
         "process": machine.process_bytes + machine.communicator_bytes * communicators(run),
-        "versions": own,
+        "versions": serving.arriving_bytes(run),
     } | serving.serving_bytes(run, machine, own)
     return RankKind(
         ranks=rollout_devices(run.config),
@@ -234,7 +204,9 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
 def _scoring_kind(run: PlannedRun, machine: Machine, planned: PlannedWorld) -> RankKind:
     """Return the ranks of frozen models, as if each held the largest stage of every model."""
     stages = [(role, stage) for role in planned.roles for stage in range(role.layout.pp)]
-    weights = sum(max(role.elements) for role in planned.roles) * run.element_bytes
+    weights = 0.0
+    for role in planned.roles:
+        weights += max(static_bytes(run, role, stage).weights for stage in range(role.layout.pp))
     built = {"process": machine.process_bytes + machine.communicator_bytes, "weights": weights}
     at_work = built | {"activations": max(inference_bytes(run, *each) for each in stages)}
     phases = {"build": built, SCORES: at_work}
@@ -256,7 +228,8 @@ def _phases(
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     if config.engine.sharding == "full":
         freed["gradients"] = 0.0  # they are there during updates only
-    staged = window if config.reshard.mode == "swap" or run.world_size > run.ranks_per_host else 0
+    staged = window * (config.reshard.mode == "swap" or run.world_size > run.ranks_per_host)
+    staged += window * (config.rollout.weight_dtype == "fp8")
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
         "build": settled | _while_building(models, freed) | asleep,

@@ -26,6 +26,7 @@ from verl_megatron.model_specs import (
 )
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.rollout.engine import num_replicas
+from verl_megatron.rollout.vllm_weights.fp8 import is_quantized
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
@@ -41,6 +42,7 @@ class PlannedRole:
     trainable: bool
     layers: tuple[int, ...]  # layers of a rank, by pipeline stage
     elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
+    fp8_weights: bool = False  # of the layers
 
     @classmethod
     def of(
@@ -93,6 +95,17 @@ def part_elements(arch: Architecture, tp: int, head: Head = "lm") -> PartElement
 def served_elements(arch: Architecture, tp: int) -> PartElements:
     """Count vLLM's elements per part; a tied output is counted as the embedding."""
     return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
+
+
+@cache
+def fp8_saved_bytes(arch: Architecture, tp: int, element_bytes: int) -> int:
+    """Count the bytes that fp8 saves in a layer of vLLM's: all but one of an element, less the scales."""
+    layer = vllm_parameters(replace(arch, num_layers=1), tp, 0)
+    return sum(
+        prod(each.shape) * (element_bytes - 1) - 4 * each.shape[0]
+        for each in layer
+        if is_quantized(each.name)
+    )
 
 
 def _by_part(parameters) -> PartElements:
@@ -260,9 +273,17 @@ class PlannedRun:
 
     @property
     def rollout_element_bytes(self) -> int:
-        """Bytes of an element of vLLM's weights and KV cache."""
+        """Bytes of an element of vLLM's weights, as they arrive, and KV cache."""
         dtype = self.config.rollout.dtype
         return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
+
+    @property
+    def fp8_saved_bytes(self) -> int:
+        """Bytes that rollout.weight_dtype saves on a rank of vLLM's."""
+        arch, rollout = self.actor.arch, self.config.rollout
+        if rollout.weight_dtype != "fp8":
+            return 0
+        return arch.num_layers * fp8_saved_bytes(arch, rollout.tp, self.rollout_element_bytes)
 
     def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
@@ -297,9 +318,10 @@ def _scoring(config: TrainerConfig, read: Callable[[str], Architecture]) -> tupl
 def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
         layout = layout_of(spec.model, world_size)
-        return PlannedRole.of(
+        role = PlannedRole.of(
             name=spec.name, arch=arch, layout=layout, head=spec.head, trainable=spec.trainable
         )
+        return replace(role, fp8_weights=bool(spec.fp8_weights_by))
     except ValueError as error:
         raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None
 

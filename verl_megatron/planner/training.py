@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.weights.rules import is_language
-from verl_megatron.models.log_probs import CHUNK_BYTES
+from verl_megatron.data.packing import LOGIT_CHUNK_BYTES
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels
 
@@ -67,7 +67,11 @@ def infer_seconds(run: PlannedRun, machine: Machine, roles: Sequence[PlannedRole
     The models follow each other through one pipeline with all mini-batches.
     """
     count = run.micro_batches(roles[0])[0] * run.config.algorithm.num_mini_batches * len(roles)
-    return pipeline_seconds(roles[0], count, [each.forward for each in passes(run, machine, roles[0])])
+    stages = [0.0] * roles[0].layout.pp  # of the average model
+    for role in roles:
+        for stage, each in enumerate(passes(run, machine, role)):
+            stages[stage] += each.forward / len(roles)
+    return pipeline_seconds(roles[0], count, stages)
 
 
 def step_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> float:
@@ -118,7 +122,8 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
 def _layer_pass(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
     """Seconds of a layer: the GPU's, or the process's if launching takes longer."""
     arch, layout, recompute = role.arch, role.layout, run.config.engine.recompute
-    fp8 = FP8 if run.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
+    computes_in_fp8 = run.config.engine.dtype == "fp8" or role.fp8_weights
+    fp8 = FP8 if computes_in_fp8 else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
     product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(run, role))
     slower = slowdown(run.element_bytes)
@@ -151,7 +156,7 @@ def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes:
     logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
     product = 2 * logits * hidden / machine.layer_flops * slowdown(element_bytes)
     forward_bytes, backward_bytes = (logits * element_bytes * count for count in HEAD_PASSES)
-    chunks = max(1.0, element_bytes * logits / CHUNK_BYTES)
+    chunks = max(1.0, element_bytes * logits / LOGIT_CHUNK_BYTES)
     backward_bytes += chunks * HEAD_WEIGHT_BYTES * role.arch.vocab_size / role.layout.tp * hidden
     return Pass(product + forward_bytes / machine.copy_rate, 3 * product + backward_bytes / machine.copy_rate)
 

@@ -1,9 +1,9 @@
 """Predicted time of weight sync between training and rollout, and the bytes that it moves."""
 
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
-from verl_megatron.planner.rollout.serving import own_rollout_bytes, serving_bytes
+from verl_megatron.planner.rollout.serving import arriving_bytes, own_rollout_bytes, serving_bytes
+from verl_megatron.planner.static import static_bytes
 
 
 def moved_bytes(run: PlannedRun) -> float:
@@ -28,9 +28,12 @@ def reshard_seconds(run: PlannedRun, machine: Machine) -> float:
     """
     moved = moved_bytes(run)
     copied = own_rollout_bytes(run, 0) if run.config.reshard.mode != "swap" else moved
+    copied += run.fp8_saved_bytes  # into staging memory
     moving = (moved / _rate(run, machine) + 2 * copied / machine.copy_rate) * (
         2 if run.config.reshard.mode == "swap" else 1
     )
+    if run.fp8_saved_bytes:
+        moving += adopt_seconds(run, machine)
     return moving + _mapped_bytes(run, machine) / machine.map_rate + leaving_seconds(run, machine, run.actor)
 
 
@@ -45,8 +48,8 @@ def arrival_seconds(run: PlannedRun, machine: Machine) -> float:
 
 
 def adopt_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds in which a rollout world copies the weights out of its back buffer."""
-    return 2 * own_rollout_bytes(run, None) / machine.copy_rate
+    """Seconds in which a rollout world copies the weights out of its back buffer, or quantizes them."""
+    return (arriving_bytes(run) + own_rollout_bytes(run, None)) / machine.copy_rate
 
 
 def return_seconds(run: PlannedRun, machine: Machine) -> float:

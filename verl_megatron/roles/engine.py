@@ -24,10 +24,11 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import CriticConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
-from verl_megatron.models.build import Compute, build_chunks, choose_spec
+from verl_megatron.models.build import build_chunks
 from verl_megatron.models.heads import trunk
 from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.roles.compute import compute_of
 from verl_megatron.roles.full_sharding import FullySharded, tensors_of
 from verl_megatron.roles.heads import HEADS, Outputs, finite
 from verl_megatron.roles.inference import infer_models
@@ -42,32 +43,6 @@ class Loss(Protocol):
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]: ...
 
 
-def compute_of(config: EngineConfig) -> Compute:
-    """Resolve `auto` settings for this machine: bfloat16 and transformer-engine on GPUs, float32 on CPUs.
-
-    Raises:
-        ValueError: fp8 without a GPU that supports it, or without transformer-engine.
-    """
-    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "float32": torch.float32}.get(
-        config.dtype, torch.bfloat16
-    )
-    compute = Compute(
-        dtype=dtype,
-        spec=choose_spec(config.transformer_impl),
-        fp8=config.dtype == "fp8",
-        recompute=config.recompute,
-        shared_prompts=config.shared_prompts,
-    )
-    if compute.fp8 and not (
-        compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
-    ):
-        raise ValueError(
-            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); "
-            "use bfloat16 here"
-        )
-    return compute
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Options shared by the models of a run."""
@@ -77,6 +52,7 @@ class EngineOptions:
     temperature: float = 1.0  # of samples that have none; divides the logits of a language-model head
     progress: Callable[[], None] = lambda: None  # called before each micro-batch
     critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
+    fp8_weights_by: str = ""  # as of `ModelSpec`
 
 
 class Engine:
@@ -102,7 +78,8 @@ class Engine:
         self.head: Head = head
         self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
         self.value_head = options.critic if head == "lm_token" else None
-        self.layout, self.compute, self.scattered = groups.layout, compute_of(options.config), False
+        self.layout, self.scattered = groups.layout, False
+        self.compute = compute_of(options.config, fp8_weights_by=options.fp8_weights_by)
         self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
@@ -154,6 +131,7 @@ class Engine:
 
     def prepare_training(self, *, lr: float, total_steps: int) -> None:
         """Create gradient buffers, the optimizer and its schedule. Collective over `groups.world`."""
+        assert not self.compute.fp8_weights, "models with weights in fp8 are frozen"
         if self.groups.is_member:
             self.chunks = wrap_data_parallel(self.chunks, self.groups, self.config)
         self.optimizer = make_optimizer(

@@ -37,7 +37,9 @@ def infer_models(
     with ExitStack() as frozen_models:
         for engine in engines:
             frozen_models.enter_context(frozen(engine.chunks))
-        packed = pack_all(engines[0], batch, micro_batches, last_token=last_token)
+        # Some of the models may compute in fp8, which needs more padding.
+        widest = max(engines, key=lambda engine: engine.compute.token_multiple)
+        packed = pack_all(widest, batch, micro_batches, last_token=last_token)
         answers = run_schedule(engines, packed, on_last_stage, forward_only=True)
     if not groups.is_last_stage:
         return [None] * len(engines)

@@ -11,6 +11,7 @@ from parallel.rank_set import RankSet
 from verl_megatron.residency import Tag
 from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.sampling import Generation, Request
+from verl_megatron.rollout.vllm_weights.fp8 import Fp8Weight
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")  # in wake-up order
 
@@ -102,7 +103,14 @@ class RolloutEngine(Protocol):
         ...
 
     def weight_target(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by the engine's names; writing into them changes the model."""
+        """Return this rank's parameters by the engine's names; writing into them changes the model.
+
+        Those of `fp8_target` and their scales are not among them.
+        """
+        ...
+
+    def fp8_target(self) -> dict[str, Fp8Weight]:
+        """Return this rank's fp8 weights by the engine's names; empty unless rollout.weight_dtype=fp8."""
         ...
 
     def close(self) -> None:

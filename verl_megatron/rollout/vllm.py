@@ -17,7 +17,7 @@ from parallel.weights.remote.models import local_folder
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig, older_settings
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from verl_megatron.rollout import vllm_cpu, vllm_weights
+from verl_megatron.rollout import vllm_cpu
 from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
@@ -35,6 +35,8 @@ from verl_megatron.rollout.vllm_process import (
     resolve_dtype,
     starting,
 )
+from verl_megatron.rollout.vllm_weights import loading
+from verl_megatron.rollout.vllm_weights.fp8 import QUANTIZATION, Fp8Weight, check_fp8, split_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,7 @@ class VLLMActor:
             self.world = rank_set.world()
         rank, world = (self.world.rank, self.world.size) if self._in_world else (0, 1)
         self.num_replicas = num_replicas(world_size=world, tp=self.tp)
-        if problems := vllm_tp_problems(read_architecture(self.model_name), self.tp):
-            raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
+        self._check_model(aliases=bool(colocation.shared_weights))
         self.ranks = check_ranks(
             range(world) if colocation.ranks is None else colocation.ranks, self.tp, world
         )
@@ -135,6 +136,15 @@ class VLLMActor:
             cache_of(self._llm), limit=self.config.max_num_seqs, adaptive=self.config.dynamic_batching
         )
 
+    def _check_model(self, *, aliases: bool) -> None:
+        """Raise ValueError if vLLM cannot split the model, or hold its weights as the settings say."""
+        arch = read_architecture(self.model_name)
+        if problems := vllm_tp_problems(arch, self.tp):
+            raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
+        if self.config.weight_dtype == "fp8":
+            dtype = getattr(torch, resolve_dtype(self.config.dtype))
+            check_fp8(arch, self.tp, dtype, aliases=aliases)
+
     def _start(self, options: dict[str, Any], shared_weights: Mapping[str, Tensor]):
         with starting():
             from vllm import LLM
@@ -154,14 +164,15 @@ class VLLMActor:
             )
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
+        if config.weight_dtype == "fp8":
+            options |= dict(quantization=QUANTIZATION)
         options |= drafts.engine_options(config)
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
         groups = groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
-        weights = (
-            contextlib.nullcontext()
-            if options["load_format"] == "auto"
-            else vllm_weights.sharing(shared_weights)
-        )
+        weights = contextlib.nullcontext()
+        if options["load_format"] == "dummy":
+            is_fp8 = config.weight_dtype == "fp8"
+            weights = loading.packing() if is_fp8 else loading.sharing(shared_weights)
         cache = no_larger_than_needed(config.max_num_seqs, adaptive=config.dynamic_batching)
         with starting(), groups, weights, cache:
             llm = LLM(
@@ -205,7 +216,11 @@ class VLLMActor:
 
     def weight_target(self) -> dict[str, Tensor]:
         """Return this rank's shards by vLLM's names. After writing into them, call `reset_cache`."""
-        return _parameters(self._llm)
+        return split_parameters(_parameters(self._llm))[0]
+
+    def fp8_target(self) -> dict[str, Fp8Weight]:
+        """Return this rank's fp8 weights by vLLM's names; empty unless `config.weight_dtype` is fp8."""
+        return split_parameters(_parameters(self._llm))[1]
 
     # ---- requests ------------------------------------------------------------------------------------------
 
@@ -307,7 +322,7 @@ class VLLMActor:
 
     def has_room(self, tag: Tag) -> bool:
         """Whether there is certainly enough memory for `wake(tag)`; empties PyTorch's cache if needed."""
-        return tag not in self._asleep or vllm_weights.make_room(tag)
+        return tag not in self._asleep or loading.make_room(tag)
 
     def wake(self, tag: Tag) -> None:
         """Allocate the memory of weights or KV cache again, at the same addresses.
@@ -317,7 +332,7 @@ class VLLMActor:
         """
         if tag not in self._asleep:
             return
-        vllm_weights.make_room(tag)
+        loading.make_room(tag)
         try:
             self._llm.wake_up(tags=[tag])
         except RuntimeError as error:

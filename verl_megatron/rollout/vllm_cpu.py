@@ -19,8 +19,11 @@ HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by
 
 def _keep_weights():
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
 
     ops._supports_onednn = False
+    small: Any = utils  # and small ones of 16 bits, on a CPU with AMX
+    small.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def _plain_all_reduce():
@@ -67,7 +70,7 @@ def _tolerate_numba():
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "keep_weights": (
         "linear weights are repacked into opaque handles, so they cannot be written in place; "
-        "tied ones go wrong silently",
+        "output layers go wrong silently",
         _keep_weights,
     ),
     "plain_all_reduce": (

@@ -40,6 +40,13 @@ def starting() -> Iterator[None]:
         yield
 
 
+def import_vllm() -> None:
+    """Import vLLM ahead of the first engine, without touching a GPU."""
+    threads = contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads()
+    with preserved_environment(ENVIRONMENT), threads, starting():
+        from vllm import LLM  # noqa: F401 (its module imports nearly all that an engine needs)
+
+
 @contextlib.contextmanager
 def groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:
     """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""

@@ -18,12 +18,14 @@ from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.source import WeightSource
+from parallel.reshard.staged import StagedParameters, StagedResharder
 from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.rules import vllm_shards
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.config import ReshardConfig
 from verl_megatron.residency import Residency
 from verl_megatron.rollout.engine import RolloutEngine
+from verl_megatron.rollout.vllm_weights.fp8 import staged
 
 
 class WeightChannel(Protocol):
@@ -120,8 +122,7 @@ class WeightSync:
         Raises:
             ValueError: vLLM's parameters are not those of the weight map.
         """
-        target = {(0, name): tensor for name, tensor in engine.weight_target().items()}
-        check_parameters(self.destination[self.rank], target, self.dtype)
+        target, fp8 = target_of(engine, self.destination[self.rank], self.dtype)
         staging = None
         if self.plan_to_train is not None:  # shared by both directions, which alternate
             staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.plan_to_train))
@@ -135,7 +136,14 @@ class WeightSync:
             staging=staging,
         )
         self.engine = engine
-        self.to_rollout = Resharder(self.plan, self.source, target, transport)
+        self.to_rollout: Resharder | StagedResharder
+        if fp8.shapes:
+            limit_bytes = self.config.window_mib << 20
+            self.to_rollout = StagedResharder(
+                self.plan, self.source, target, transport, staged=fp8, limit_bytes=limit_bytes
+            )
+        else:
+            self.to_rollout = Resharder(self.plan, self.source, target, transport)
         self.to_train = None
         if self.plan_to_train is not None:
             transport = replace(transport, ipc_tensors=None)  # values come back by way of staging memory
@@ -182,6 +190,21 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
+def target_of(
+    engine: RolloutEngine, described: Sequence[ShardedParameter], dtype: torch.dtype
+) -> tuple[Parameters, StagedParameters]:
+    """Return what a plan writes in the engine: its parameters, and those that it holds in fp8.
+
+    Raises:
+        ValueError: vLLM's parameters are not those of the weight map.
+    """
+    target = {(0, name): tensor for name, tensor in engine.weight_target().items()}
+    fp8 = staged(engine.fp8_target())
+    arriving = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in fp8.shapes.items()}
+    check_parameters(described, target | arriving, dtype)
+    return target, fp8
+
+
 def check_parameters(
     described: Sequence[ShardedParameter], parameters: Parameters, dtype: torch.dtype
 ) -> None:
@@ -213,6 +236,6 @@ def check_parameters(
     raise ValueError(
         f"vLLM holds {name} as {stored} where the weight map has {wanted}; "
         f"the map covers {covered:.1%} of the bytes of vLLM's weights."
-        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, "
-        "and use a model without quantisation"
+        " It knows dense layers, unquantised or as rollout.weight_dtype=fp8 has them: set rollout.dtype to "
+        "bfloat16, float16 or float32, and use a model without quantisation"
     )

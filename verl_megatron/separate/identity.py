@@ -6,12 +6,14 @@ are sent: parts that were left out, weights of another version, or memory that h
 """
 
 import pickle
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.bridge import Bridge
 from parallel.reshard.checksum_verifier import Fingerprint, ReshardError
+from parallel.reshard.kernels import Checksums
 from parallel.reshard.resolve import resolve_slices
 from parallel.reshard.transport import Parameters
 from parallel.reshard.versions import VersionedReshard
@@ -47,17 +49,48 @@ class PublishedWeights:
 class ServedWeights:
     """Compares what this rank of the rollout serves with what was published.
 
+    fp8 weights are not what was published. Their part of the fingerprint is taken from the back buffer when
+    they are adopted, and counts as long as their own bits stay as they were written then.
+
     Args:
         versions: the rollout side of the exchange.
-        target: vLLM's parameters.
+        target: vLLM's parameters that hold what is published.
+        converted: [R, C] each, the others.
     """
 
-    def __init__(self, bridge: Bridge, versions: VersionedReshard, target: Parameters):
+    def __init__(
+        self,
+        bridge: Bridge,
+        versions: VersionedReshard,
+        target: Parameters,
+        converted: Sequence[Tensor] = (),
+    ):
         self._bridge = bridge
-        slices = resolve_slices(versions.resharder.plan, {}, target, versions.resharder.transport)
-        self._fingerprint = Fingerprint(slices.transfers, slices.writes, bridge.serving_ranks)
+        plan, transport = versions.resharder.plan, versions.resharder.transport
+        slices = resolve_slices(plan, {}, versions.back | target, transport)
+        served, arrived = {}, {}
+        for number, write in slices.writes.items():
+            is_served = slices.transfers[number].destination[:2] in target
+            (served if is_served else arrived)[number] = write
+        self._served = Fingerprint(slices.transfers, served, bridge.serving_ranks)
+        self._arrived = Fingerprint(slices.transfers, arrived, bridge.serving_ranks)
+        device = converted[0].device if converted else torch.device("cpu")
+        self._converted = Checksums(converted, device=device)
+        none = torch.zeros(0, dtype=torch.int64)
+        self._adopted = none, none  # checksums of what was made of the last version, and what arrived of it
         self._place = list(bridge.serving_ranks).index(bridge.rank)
         self._published: dict[int, tuple[int, int]] = {}  # version and fingerprint by sync
+
+    def record(self) -> None:
+        """Record what arrived and what was made of it; an argument of `VersionedReshard.adopt`."""
+        self._adopted = self._converted.run(), self._arrived.run()
+
+    def _held(self) -> int | None:
+        """Return the fingerprint of what vLLM holds; None if adopted weights have changed since."""
+        checksums, arrived = self._adopted
+        if not torch.equal(self._converted.run(), checksums):
+            return None
+        return int((self._served.run() + arrived)[self._place])
 
     def expect(self, sync: int) -> None:
         """Read version and fingerprint of a weight sync that this rank has adopted."""
@@ -78,7 +111,7 @@ class ServedWeights:
         Raises:
             ReshardError: it holds other weights.
         """
-        held = int(self._fingerprint.run()[self._place])
+        held = self._held()
         version, expected = self._published[sync]
         if held == expected:
             return

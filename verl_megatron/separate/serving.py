@@ -22,7 +22,7 @@ from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.separate.identity import ServedWeights
 from verl_megatron.separate.orders import ENGINE, SHARDS, SourceShards, shares_of
-from verl_megatron.separate.weights import named, plan_of, receive_versions
+from verl_megatron.separate.weights import plan_of, receive_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,10 @@ class Exchange:
                 wait()
                 time.sleep(POLL_S)
             self.activity.enter("reshard")
-            sync = self.versions.adopt()
-        if self.served is not None:
-            self.served.expect(sync)
+            if self.served is None:
+                return self.versions.adopt()
+            sync = self.versions.adopt(self.served.record)
+        self.served.expect(sync)
         return sync
 
 
@@ -104,10 +105,12 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
     source: SourceShards = pickle.loads(bridge.value(SHARDS))
     parcels = Parcels(bridge, "samples")
     plan = plan_of(config, bridge, arch, source.shards, dtype)
-    target = replica.engine.weight_target()
-    versions = receive_versions(config, bridge, plan, arch, target, dtype)
-    verifies = config.reshard.verify != "none"
-    served = ServedWeights(bridge, versions, named(target)) if verifies else None
+    versions, target = receive_versions(config, bridge, plan, arch, replica.engine, dtype)
+    served = None
+    if config.reshard.verify != "none":
+        weights = replica.engine.fp8_target().values()
+        converted = [tensor for weight in weights for tensor in (weight.weight_NK, weight.scale_N1)]
+        served = ServedWeights(bridge, versions, target, converted)
     if own.is_first:
         bridge.put(ENGINE, str(replica.engine.kv_cache_tokens).encode())
     replica.activity.answers(bridge)

@@ -15,7 +15,8 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_shards
 from parallel.weights.shard import Shards
 from verl_megatron.config import TrainerConfig
-from verl_megatron.rollout.weights import check_parameters
+from verl_megatron.rollout.engine import RolloutEngine
+from verl_megatron.rollout.weights import target_of
 
 
 def serving_layout(config: TrainerConfig, bridge: Bridge) -> Layout:
@@ -57,28 +58,25 @@ def send_versions(
     return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype), keep=keep)
 
 
-def named(parameters: dict[str, torch.Tensor]) -> Parameters:
-    """Return vLLM's parameters under the names of a plan."""
-    return {(0, name): tensor for name, tensor in parameters.items()}
-
-
 def receive_versions(
     config: TrainerConfig,
     bridge: Bridge,
     plan: Plan,
     arch: Architecture,
-    parameters: dict[str, torch.Tensor],
+    engine: RolloutEngine,
     dtype: torch.dtype,
-) -> VersionedReshard:
-    """Return the rollout side of the exchange. Collective over the bridge.
+) -> tuple[VersionedReshard, Parameters]:
+    """Return the rollout side of the exchange, and vLLM's parameters that it writes as they are.
+
+    Collective over the bridge.
 
     Raises:
         ValueError: vLLM's parameters are not those of the weight map.
     """
     described = vllm_shards(arch, serving_layout(config, bridge))[bridge.rank]
-    target = named(parameters)
-    check_parameters(described, target, dtype)
-    return VersionedReshard(plan, {}, target, _transport(config, bridge, dtype))
+    target, staged = target_of(engine, described, dtype)
+    transport = _transport(config, bridge, dtype)
+    return VersionedReshard(plan, {}, target, transport, staged=staged), target
 
 
 def _transport(config: TrainerConfig, bridge: Bridge, dtype: torch.dtype) -> Transport:

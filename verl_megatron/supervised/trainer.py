@@ -8,12 +8,10 @@ from functools import partial
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.rank_set import RankSet, agree
+from parallel.rank_set import RankSet
 from parallel.runtime.refusal import short_repr, speak_once
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.batches import supervised_arithmetic
-from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.problems import refuse
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.order.cursor import PromptCursor
@@ -26,7 +24,8 @@ from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.preflight import inspect_supervised
-from verl_megatron.roles.engine import EngineOptions, compute_of
+from verl_megatron.roles.compute import compute_of
+from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import DispatchedBatch, Role, Training, Update, infer_together, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.supervised.dpo import DPO
@@ -59,10 +58,7 @@ class SupervisedTrainer(BaseTrainer):
     def build(self) -> None:
         """Check the values of the weights, then build the models."""
         config = self.config
-        dtypes, world = (compute_of(config.engine).dtype,), self.world
-        agree(
-            lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world
-        )
+        self.check_weights(compute_of(config.engine).dtype)
         specs = models_of(config)
         self.roles = {spec.name: self._role(spec) for spec in specs}
         self.trained = self.roles[specs[0].name]

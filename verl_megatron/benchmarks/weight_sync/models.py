@@ -284,7 +284,7 @@ class SyncedModels:
                 "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),
             }
         for way, resharder in (("to rollout", self.sync.to_rollout), ("back", self.sync.to_train)):
-            if resharder is not None:
+            if isinstance(resharder, Resharder):
                 sizes |= {
                     f"received on the way {way}": resharder.bytes["received"],
                     f"staging on the way {way}": _staging(resharder),

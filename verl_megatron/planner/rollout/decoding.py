@@ -12,7 +12,7 @@ from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, attention_channels, part_elements, served_elements
 from verl_megatron.planner.rollout.serving import kv_bytes_per_token, samples_cached
 from verl_megatron.planner.rollout.simulation import Costs, Decoding, Pipeline, pipeline
-from verl_megatron.planner.training import group_rate, slowdown
+from verl_megatron.planner.training import FP8, group_rate, slowdown
 from verl_megatron.planner.weight_sync import adopt_seconds
 from verl_megatron.rollout.admission import HIGH
 
@@ -101,9 +101,11 @@ def _step_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, float], f
     """Return the seconds of a decoding step."""
     arch, tp = run.actor.arch, run.config.rollout.tp
     parts, kv_bytes = served_elements(arch, tp), kv_bytes_per_token(run)
-    read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
-    read_s = read * run.rollout_element_bytes / machine.copy_rate
-    product_s = 2 * read / machine.layer_flops * slowdown(run.rollout_element_bytes)
+    layers, output = arch.num_layers * parts.layer, parts.embedding if arch.tied else parts.output
+    read = layers + output
+    read_s = (read * run.rollout_element_bytes - run.fp8_saved_bytes) / machine.copy_rate
+    multiplied = layers * _product_factor(run) + output
+    product_s = 2 * multiplied / machine.layer_flops * slowdown(run.rollout_element_bytes)
     reduce_s = 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
     # without CUDA graphs
     launch_s = arch.num_layers * machine.decode_launch_s if run.config.rollout.enforce_eager else 0.0
@@ -113,6 +115,11 @@ def _step_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, float], f
         return max(computed, launch_s) + machine.decode_step_s + samples * machine.decode_row_s
 
     return step_s
+
+
+def _product_factor(run: PlannedRun) -> float:
+    """Time of the layers' products relative to bfloat16; in fp8 as in training, with inputs scaled."""
+    return FP8["products"] if run.config.rollout.weight_dtype == "fp8" else 1.0
 
 
 def _start_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, int, float], float]:
@@ -134,7 +141,7 @@ def _start_seconds(run: PlannedRun, machine: Machine) -> Callable[[int, int, flo
 def _prompt_token_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds of a prompt token in all layers: products, attention over half the prompt, two all-reduces."""
     arch, tp = run.actor.arch, run.config.rollout.tp
-    products = 2 * part_elements(arch, tp).layer / machine.layer_flops
+    products = 2 * part_elements(arch, tp).layer / machine.layer_flops * _product_factor(run)
     attention = 2 * attention_channels(arch)[0] * run.prompt_tokens / tp / machine.attention_flops
     reduces = (
         4 * (tp - 1) / tp * arch.hidden_size * run.rollout_element_bytes / group_rate(run, machine, span=tp)

@@ -19,7 +19,7 @@ def own_rollout_bytes(run: PlannedRun, stage: int | None) -> float:
     parts = served_elements(arch, tp)
     width, total = run.rollout_element_bytes, parts.embedding + arch.num_layers * parts.layer + parts.output
     if stage is None or run.config.reshard.mode == "keep":
-        return width * total
+        return width * total - run.fp8_saved_bytes
     if run.config.reshard.mode == "swap":
         return width * max(0, total - run.actor.elements[stage])
     layers, shared = run.actor.layers[stage], 0
@@ -34,6 +34,11 @@ def own_rollout_bytes(run: PlannedRun, stage: int | None) -> float:
     if tp % layout.tp == 0:
         shared += (stage == 0) * parts.embedding + (stage == layout.pp - 1) * parts.output
     return width * (total - shared)
+
+
+def arriving_bytes(run: PlannedRun) -> float:
+    """Bytes of vLLM's weights on a rank as they arrive, before its layers become fp8."""
+    return own_rollout_bytes(run, None) + run.fp8_saved_bytes
 
 
 def vllm_working_bytes(run: PlannedRun, machine: Machine) -> float:

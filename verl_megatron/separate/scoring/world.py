@@ -1,6 +1,7 @@
 """The ranks of a scoring world: its frozen models, and training's jobs over one bridge after the other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from parallel.bridge import Bridge, BridgeLostError, open_store, together
 from parallel.groups import ProcessGroups
@@ -10,7 +11,8 @@ from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of_world, num_training_ranks
-from verl_megatron.roles.engine import EngineOptions, compute_of
+from verl_megatron.roles.compute import compute_of
+from verl_megatron.roles.engine import EngineOptions
 from verl_megatron.roles.role import Role, make_role
 from verl_megatron.separate.scoring.server import ScoringServer
 from verl_megatron.separate.world import ServingRanks
@@ -40,7 +42,7 @@ class ScoringWorld(ServingRanks[dict[str, Role]]):
                 ProcessGroups(layout_of(spec.model, own.size), own),
                 arch=read_architecture(spec.model.path),
                 head=spec.head,
-                options=options,
+                options=replace(options, fp8_weights_by=spec.fp8_weights_by),
             )
             for spec in specs
         }

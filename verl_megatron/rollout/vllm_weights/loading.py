@@ -29,21 +29,54 @@ def sharing(weights: Mapping[str, Tensor]) -> Iterator[None]:
         ValueError: while the engine starts, for an unknown parameter name, or another shape, dtype, stride or
             device.
     """
+    loader = _sharing_loader()
+    loader.weights = weights
+    try:
+        with _as_dummy_loader(loader):
+            yield
+    finally:
+        loader.weights = {}
+
+
+@contextlib.contextmanager
+def packing() -> Iterator[None]:
+    """Context for starting an engine with load_format="dummy" and fp8 weights.
+
+    All parameters get random values and share one allocation, as in `sharing`. vLLM gives layers their fp8
+    form when it loads them, not when it constructs them, so they move into the allocation afterwards.
+    """
+    with _as_dummy_loader(_packing_loader()):
+        yield
+
+
+@contextlib.contextmanager
+def _as_dummy_loader(loader: type) -> Iterator[None]:
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
-    loader = _loader_class()
-    loader.weights = weights
     # Not a new format: vLLM checks for "dummy" in several places (to keep a tied head tied, for example).
     register_model_loader("dummy")(loader)
     try:
         yield
     finally:
         register_model_loader("dummy")(DummyModelLoader)
-        loader.weights = {}
 
 
 @functools.cache
-def _loader_class():
+def _packing_loader() -> type:
+    from vllm.model_executor.model_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    class PackingLoader(DummyModelLoader):
+        def load_weights(self, model: nn.Module, model_config) -> None:
+            super().load_weights(model, model_config)
+            for parameter in share(model, {}, set(model.parameters())):
+                initialize_single_dummy_weight(parameter)
+
+    return PackingLoader
+
+
+@functools.cache
+def _sharing_loader():
     from vllm.model_executor.model_loader import DummyModelLoader
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 

@@ -1,0 +1,106 @@
+"""The gate of a run: its ranks import their modules while its checks run, and wait there until they pass.
+
+Needs only the standard library.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from parallel.runtime import process
+
+GATE = "VERL_MEGATRON_GATE"  # environment variable of the ranks: the file that says whether the checks passed
+PASSED = b"passed"
+
+
+class Gate:
+    """Checks in a process of their own, whose verdict the ranks that this process starts wait for.
+
+    The file is in memory. The process that checks keeps it locked until it ends, however it ends.
+
+    Args:
+        check: prints what is wrong and exits, or raises an unexpected error; called in a forked process. This
+            one must have no threads yet, and no GPU in use.
+    """
+
+    def __init__(self, check: Callable[[], object]):
+        file = os.memfd_create("checks of the run")
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        lock, parent = os.open(path, os.O_RDWR), os.getpid()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.pid = os.fork()
+        if not self.pid:
+            _check(check, lock, parent)
+        os.close(lock)  # the lock is the other process's now
+        os.environ[GATE] = path
+        self._status: int | None = None
+
+    def wait(self) -> int:
+        """Return the exit status of the checks once they have ended; 0 if all is right."""
+        if self._status is None:
+            _, ended = os.waitpid(self.pid, 0)
+            status = os.waitstatus_to_exitcode(ended)
+            self._status = status if status >= 0 else 128 - status
+        return self._status
+
+    def watch(self, refused: Callable[[int], None]) -> None:
+        """Call `refused` with the exit status, in a thread, if the checks do not pass."""
+
+        def watch() -> None:
+            if status := self.wait():
+                refused(status)
+
+        if self._status is None:
+            threading.Thread(target=watch, name="checks of the run", daemon=True).start()
+
+    def end(self) -> None:
+        """End the checks, which nobody wants any more; no-op if they have ended."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+
+def _check(check: Callable[[], object], lock: int, parent: int) -> None:
+    """Run the checks in the forked process, which ends here."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # temporary files are removed
+        process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which ends this process
+        check()
+        os.write(lock, PASSED)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+            sys.stdout.flush()
+        os._exit(status)  # nothing of the process that was forked goes on here
+
+
+def is_here() -> bool:
+    """Whether this process is a rank whose run has a gate."""
+    return GATE in os.environ
+
+
+def pass_through() -> None:
+    """Wait until the run's checks have passed; the process ends if they fail. No-op without a gate."""
+    if not is_here():
+        return
+    try:
+        file = os.open(os.environ[GATE], os.O_RDONLY)
+    except OSError:  # of a launcher that has ended: this process was started by something else
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if os.read(file, len(PASSED)) != PASSED:
+            process.end(2)  # the checks have said why
+    finally:
+        os.close(file)

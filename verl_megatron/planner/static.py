@@ -1,0 +1,43 @@
+"""Predicted bytes that a model keeps on a rank for the whole run.
+
+A trained model of n parameters on a rank has 2n of weights, 4n of gradients (float32,
+DistributedDataParallel's buffers) and 12n of optimizer state (master weights and two moments, float32). With
+the distributed optimizer the state is divided by dp·cp. In float32 the weights are 4n and serve as their own
+master weights. Frozen models have weights only, which take one byte each in layers with weights in fp8.
+engine.sharding=full divides all by dp: 4n of weights, which are the master weights, 4n of gradients and 8n of
+moments.
+"""
+
+from dataclasses import dataclass
+
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, part_elements
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """Bytes that a model keeps on a rank for the whole run."""
+
+    weights: float
+    gradients: float = 0.0
+    masters: float = 0.0
+    moments: float = 0.0
+
+    @property
+    def optimizer(self) -> float:
+        return self.masters + self.moments
+
+
+def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
+    """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
+    count, mixed = role.elements[stage], run.element_bytes == 2
+    is_full = run.config.engine.sharding == "full"
+    count /= role.layout.dp if is_full else 1
+    if not role.trainable:
+        saved = role.layers[stage] * part_elements(role.arch, role.layout.tp).layer * role.fp8_weights
+        return StaticBytes(count * run.element_bytes - saved)
+    if is_full:
+        return StaticBytes(4 * count, 4 * count, 0.0, 8 * count)
+    replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
+    return StaticBytes(
+        count * run.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
+    )
