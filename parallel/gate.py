@@ -30,15 +30,19 @@ class Gate:
 
     def __init__(self, check: Callable[[], object]):
         file = os.memfd_create("checks of the run")
-        path = f"/proc/{os.getpid()}/fd/{file}"
-        lock, parent = os.open(path, os.O_RDWR), os.getpid()
+        self._path = f"/proc/{os.getpid()}/fd/{file}"
+        lock, parent = os.open(self._path, os.O_RDWR), os.getpid()
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.pid = os.fork()
         if not self.pid:
             _check(check, lock, parent)
         os.close(lock)  # the lock is the other process's now
-        os.environ[GATE] = path
         self._status: int | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks."""
+        return {GATE: self._path}
 
     def wait(self) -> int:
         """Return the exit status of the checks once they have ended; 0 if all is right."""

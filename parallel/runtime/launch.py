@@ -51,6 +51,7 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
     _Asked.listen()
     if gate is not None:
         _Asked.gate = gate
+        os.environ |= gate.environment
         gate.watch(_Asked.refuse)
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())

@@ -19,7 +19,9 @@ from verl_megatron.launch import ranks as launching
 from verl_megatron.observe.startup import StartClock
 
 HEAVY = ("megatron.core", "vllm", "transformer_engine", "verl_megatron.roles", "verl_megatron.models")
-RANK = "from parallel import gate; print('imported', flush=True); gate.pass_through(); print('begun')"
+# A line is one write: those of two ranks do not mix.
+SAY = "import os; say = lambda text: os.write(1, f'{text}{chr(10)}'.encode()); "
+RANK = SAY + "from parallel import gate; say('imported'); gate.pass_through(); say('begun')"
 
 
 def program(body: str, folder: Path) -> subprocess.Popen:
@@ -32,7 +34,7 @@ def program(body: str, folder: Path) -> subprocess.Popen:
         def wait():
             while not Path("go").exists():
                 time.sleep(0.01)
-        RANK = {RANK!r}
+        SAY, RANK = {SAY!r}, {RANK!r}
     """
     (folder / "script.py").write_text(textwrap.dedent(head) + textwrap.dedent(body))
     command = [sys.executable, "script.py"]
@@ -45,7 +47,7 @@ def program(body: str, folder: Path) -> subprocess.Popen:
 ONE_RANK = """
     import subprocess
     gate = Gate({check})
-    rank = subprocess.Popen([sys.executable, "-c", RANK])
+    rank = subprocess.Popen([sys.executable, "-c", RANK], env=os.environ | gate.environment)
     print(gate.wait(), rank.wait(), flush=True)
 """
 
@@ -85,7 +87,7 @@ def test_without_a_gate_and_behind_one_that_is_gone_nobody_waits(monkeypatch):
 # ---- the launcher ----------------------------------------------------------------------------------------
 
 LAUNCHED = """
-    Path("rank.py").write_text("import os; print(os.getpid(), flush=True); " + RANK)
+    Path("rank.py").write_text(SAY + "say(os.getpid()); " + RANK)
     options = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
     sys.exit(launch.main([*options, "rank.py"], Gate({check})))
 """

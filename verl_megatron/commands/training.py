@@ -149,8 +149,8 @@ def _run(training: Training, arguments: list[str]) -> int:
             "leave it out"
         )
     of_role = ranks_of_role(devices, known.role) if known.role else 0
-    config = cast(Any, structured(settings, SCHEMAS[training.schema]))
-    ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config)
+    config_of = partial(structured, settings, cast(Any, SCHEMAS[training.schema]))
+    ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config_of)
     plan = partial(_plan, training, settings, ranks=ranks, gpu=known.gpu)
     if known.dry_run:
         text, fits = plan()
@@ -166,14 +166,14 @@ def _run(training: Training, arguments: list[str]) -> int:
 
         plan()
         sys.exit(supervise_here(training.module, rest, devices, restarts=restarts))
-    check = refusing()(plan)
+    check, config = refusing()(plan), config_of()
     launching.check_and_start(training.module, rest, config, ranks=ranks, restarts=restarts, check=check)
 
 
-def _ranks(given: int, config: "TrainerConfig | SupervisedConfig") -> int:
+def _ranks(given: int, config_of: "Callable[[], TrainerConfig | SupervisedConfig]") -> int:
     from verl_megatron.launch.ranks import ranks_of
 
-    return given or ranks_of(config)
+    return given or ranks_of(config_of())  # a plan for given ranks needs no data
 
 
 def _plan(
