@@ -104,8 +104,9 @@ def fail(error: BaseException) -> NoReturn:
 
 def _say(text: str) -> None:
     if not _launcher_speaks():
-        # Not sys.stderr: torch collects what is written there while it shows an exception.
-        print(f"error: {text}", file=sys.__stderr__, flush=True)
+        # Not sys.stderr: torch collects what is written there while it shows an exception. The line is one
+        # write, also of an unbuffered stream, so that those of several ranks do not mix.
+        print(f"error: {text}\n", end="", file=sys.__stderr__, flush=True)
 
 
 def _launcher_speaks() -> bool:
