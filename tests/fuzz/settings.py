@@ -10,6 +10,7 @@ from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 from verl_megatron.checks.limits import inside
 from verl_megatron.config import RENAMED, SCHEMAS
+from verl_megatron.config.section import attribute_of, shown
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 
@@ -156,10 +157,10 @@ def mutations() -> list[Mutation]:
 
 
 def described(schema: type) -> list[tuple[str, str, Any]]:
-    """Section, setting and type of every setting."""
+    """The users' names of section and setting, and the type, of every setting."""
     sections = get_type_hints(schema)
     return [
-        (section.name, setting.name, get_type_hints(sections[section.name])[setting.name])
+        (shown(section.name), setting.name, get_type_hints(sections[section.name])[setting.name])
         for section in fields(schema)
         for setting in fields(sections[section.name])
     ]
@@ -167,7 +168,7 @@ def described(schema: type) -> list[tuple[str, str, Any]]:
 
 def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
     """What this setting may not be, as a command line gives it."""
-    limits = get_type_hints(schema)[section].__dataclass_fields__[name].metadata
+    limits = get_type_hints(schema)[attribute_of(section)].__dataclass_fields__[name].metadata
     values = list(OF_ANOTHER_TYPE[kind])
     if kind in (int, float):
         interval = limits["within"]

@@ -103,7 +103,7 @@ def _check_asynchrony(config: TrainerConfig) -> list[str]:
             f"async.{name}={getattr(asynchrony, name)} needs a rollout on ranks of its own; name them, after "
             f"those that train, in rollout.devices, or leave it at {getattr(defaults, name)}"
         )
-    if asynchrony.partial != "finish" and asynchrony.buffer != "window":
+    if asynchrony.partial in ("continue", "pause") and asynchrony.buffer != "window":
         problems.append(
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
             f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"

@@ -34,7 +34,7 @@ def stale(run: RunRecord) -> Iterator[Alarm]:
             where,
             name="samples too old",
             metric="async/staleness_max",
-            text=f"weights of samples lag {number(oldest)} weight syncs behind, and async.max_staleness={limit}",
+            text=f"weights of samples lag {number(oldest)} syncs behind, and async.max_staleness={limit}",
             remedy="a run must never do this: report it with the files of its folder, and go on from a "
             "checkpoint before it",
         )
