@@ -99,6 +99,9 @@ class Watchdog:
             self._file = (self.stacks / f"rank_{self.rank}.txt").open("a")
             now = time.monotonic()
             self._progress_at, self._heard_at = now, dict.fromkeys(self._heard_at, now)
+            # before the thread runs, which a C call that keeps the GIL may prevent from here on
+            with contextlib.suppress(RuntimeError):  # the thread will meet the same
+                self._tell(0)
             self._thread.start()
         return self
 
@@ -177,7 +180,7 @@ class Watchdog:
         try:
             for pulse in itertools.count(1):
                 self._arm()
-                self._store.set(f"rank/{self.rank}", json.dumps(asdict(self._report(pulse))))
+                self._tell(pulse)
                 if self._leaving.is_set():
                     return
                 if time.monotonic() - read_at >= period_s:
@@ -188,6 +191,9 @@ class Watchdog:
                 self._leaving.wait(INTERVAL_S)
         except RuntimeError as error:  # the store's, which has several subclasses
             self._watch_alone(error)
+
+    def _tell(self, pulse: int) -> None:
+        self._store.set(f"rank/{self.rank}", json.dumps(asdict(self._report(pulse))))
 
     def _report(self, pulse: int) -> Report:
         position, waits, at = self._position, *where(sys._current_frames().get(self._main))

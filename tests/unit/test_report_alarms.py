@@ -129,7 +129,7 @@ def test_staleness_is_judged_by_the_setting_of_the_last_start(tmp_path):
     folder = write_run(tmp_path / "run", rows)
     (folder / "config.yaml").write_text("async:\n  max_staleness: 1\n")
     (alarm,) = find_alarms(read_run(folder))
-    assert alarm.name == "samples too old" and "3 updates" in alarm.text and alarm.first == alarm.last == 15
+    assert alarm.name == "samples too old" and "3 syncs" in alarm.text and alarm.first == alarm.last == 15
     (folder / "run.json").write_text(json.dumps(starts_of(("stopped", ""), ("stopped", ""), ("", ""))))
     assert find_alarms(read_run(folder)) == [], "the samples of iteration 15 were made before the third start"
 

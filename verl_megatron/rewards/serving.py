@@ -4,6 +4,7 @@ POST any path  {"samples": [{"prompt", "response", "messages", ...}, ...]}  ->  
 GET any path   200, once samples can be scored
 """
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from verl_megatron.rewards.server import MOST_BYTES
 
 Sample = dict[str, Any]
 Score = Callable[[Sequence[Sample]], list[Any]]  # samples -> a number or a dict for each
+# Python may run a signal's handler only after a wait, if the signal comes just before it.
+POLL_S = 0.5
 _Waiting = tuple[list[Sample], "Future[list[Any]]"]
 
 
@@ -32,7 +35,8 @@ class ScoreServer:
     """
 
     def __init__(self, host: str, port: int):
-        self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._waiting: SimpleQueue[_Waiting] = SimpleQueue()
+        self._closed = False
         self._http = _Server((host, port), _Handler)
         self._http.waiting = self._waiting
         self.address = f"http://{host}:{self._http.server_port}"
@@ -57,28 +61,24 @@ class ScoreServer:
             self._http.server_close()
 
     def close(self) -> None:
-        """Let `serve` return after what it is scoring."""
-        self._waiting.put(None)
+        """Let `serve` return after what it is scoring. A signal's handler may call this."""
+        self._closed = True
 
     def _batches(self) -> Iterator[list[_Waiting]]:
-        while (first := self._waiting.get()) is not None:
-            requests = [first]
-            try:
+        while not self._closed:
+            requests: list[_Waiting] = []
+            with contextlib.suppress(Empty):
+                requests.append(self._waiting.get(timeout=POLL_S))
                 while True:
-                    found = self._waiting.get_nowait()
-                    if found is None:
-                        self._waiting.put(None)
-                        break
-                    requests.append(found)
-            except Empty:
-                pass
-            yield requests
+                    requests.append(self._waiting.get_nowait())
+            if requests:
+                yield requests
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
-    waiting: "SimpleQueue[_Waiting | None]"
+    waiting: "SimpleQueue[_Waiting]"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that has gone."""
