@@ -60,6 +60,27 @@ def test_at_whatever_moments_worlds_die_the_numbers_stay(toy, tmp_path, seed, st
     assert_balanced(tmp_path / "run")
 
 
+def test_at_whatever_moments_worlds_of_a_window_die_the_counts_balance(toy, tmp_path):
+    """Ten kills of either rollout world and five of the training world, also between two weight syncs."""
+    draw = random.Random(2)
+    window = ("rollout.devices=1+2", "async.max_staleness=1", "async.buffer=window", "async.sync_interval=3")
+    window += ("async.partial=continue", "rollout.max_num_seqs=4", "run.iterations=40")
+    roles = ["rollout:0", "rollout:1"] * 5 + ["train"] * 5
+    draw.shuffle(roles)
+    settings = settings_of(toy, tmp_path / "run", *JOB, *window)
+    with started(tmp_path, *settings, "--max-restarts", "5") as worlds:
+        for place, role in enumerate(roles):
+            kill(worlds, role, once=f"step {2 * place + 2}/40", after_s=draw.random() * 3, timeout_s=300)
+        ended = worlds.wait(timeout_s=600)
+        assert not ended.code and not worlds.leftovers(), ended.text
+    assert ended.stdout.count("is started again") == 10
+    assert 0 < ended.stdout.count("resuming after") <= 5, "training starts again for its own deaths alone"
+    assert_balanced(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert max(row["async/staleness_max"] for row in rows) <= 1
+
+
 # ---- hundreds of iterations --------------------------------------------------------------------------------
 
 
@@ -126,24 +147,28 @@ def tuned(toy, tmp_path_factory) -> Path:
 
 def test_what_stale_samples_teach(toy, tuned, tmp_path):
     """Three seeds of the toy job: after 18 iterations stale samples have taught as much as fresh ones."""
-    found: dict[tuple[int, str], list[float]] = {}
-    for staleness, buffer in ((0, "in_order"), (1, "in_order"), (4, "in_order"), (4, "window")):
+    found: dict[tuple[int, str, int], list[float]] = {}
+    ways = ((0, "in_order", 1), (1, "in_order", 1), (4, "in_order", 1), (4, "window", 1), (1, "window", 3))
+    for staleness, buffer, interval in ways:
         behind = []
         for seed in SEEDS:
-            folder = tmp_path / f"{staleness}_{buffer}_{seed}"
+            folder = tmp_path / f"{staleness}_{buffer}_{interval}_{seed}"
             folder.mkdir()
             job = ("--config-name", "ppo_toy_cpu", f"run.output_dir={folder}/run", f"run.seed={seed}")
             job += (f"data.train={toy}/train.jsonl", f"data.validation={toy}/val.jsonl")
             job += (f"actor.path={tuned}", "actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1")
             job += (SEPARATE, f"async.max_staleness={staleness}", f"async.buffer={buffer}")
-            job += ("run.export=false",)
+            job += (f"async.sync_interval={interval}", "run.export=false")
             ended_of(folder, *job, timeout_s=900)
             rows = read_metrics(folder / "run")
             accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row][-1]
-            found.setdefault((staleness, buffer), []).append(accuracy)
+            found.setdefault((staleness, buffer, interval), []).append(accuracy)
             behind += [row["async/staleness_mean"] for row in rows if "async/staleness_mean" in row]
-        accuracies = ", ".join(f"{each:.3f}" for each in found[staleness, buffer])
-        print(f"staleness {staleness}, {buffer}: accuracy {accuracies}; {mean(behind):.1f} updates behind")
-    fresh = found[0, "in_order"]
+        accuracies = ", ".join(f"{each:.3f}" for each in found[staleness, buffer, interval])
+        print(
+            f"staleness {staleness}, {buffer}, weights sent every {interval} iterations: accuracy "
+            f"{accuracies}; {mean(behind):.1f} weight syncs behind"
+        )
+    fresh = found[0, "in_order", 1]
     least = mean(fresh) - max(max(fresh) - min(fresh), 0.05)
     assert {key: accuracies for key, accuracies in found.items() if mean(accuracies) < least} == {}

@@ -77,14 +77,15 @@ def write_prompts(path: Path, count: int) -> None:
     done.unlink(missing_ok=True)
     rows = map(question, range(count))
     if path.suffix == ".parquet":
-        _write_parquet(path, rows)
+        write_parquet(path, rows)
     else:
         with path.open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     done.write_text(str(count))
 
 
-def _write_parquet(path: Path, rows: Iterator[dict]) -> None:
+def write_parquet(path: Path, rows: Iterator[dict]) -> None:
+    """Write rows as a table, in batches."""
     import pyarrow as pa
     from pyarrow import parquet
 

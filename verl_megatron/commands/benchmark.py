@@ -32,6 +32,7 @@ BENCHMARKS = {
     "rollout": Benchmark("generation against a bare vLLM", "rollout"),
     "offload": Benchmark("whole iterations with and without reshard.offload", "offload"),
     "batching": Benchmark("whole iterations with fitted and fixed sizes of micro-batches", "batching"),
+    "verl": Benchmark("the same job through verl, on the same GPUs", "beside_verl.command", False),
     "calibrate": Benchmark(
         "this machine's rates, as a file for `verl-megatron plan --gpu FILE`", "calibrate"
     ),
