@@ -2,11 +2,11 @@
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes
 # last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo passes long wide whole fp8 save
-# offload weight_sync reshard engine rollout scaling kernels machine. Those with too few GPUs are left out; with two,
-# models and batches are smaller than with four. Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a
-# command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular expression of the
-# commands of these stages that are wanted, by the names of their logs.
+# Stages (all, in this order, where none is named): tests toy resume ppo ppo_long grpo verl separate passes
+# long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine. Those with too few
+# GPUs are left out; with two, models and batches are smaller than with four. Environment: LOGS (outputs/gpu),
+# LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
+# expression of the commands of these stages that are wanted, by the names of their logs, VERL_PYTHON.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
@@ -86,6 +86,38 @@ stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
   step ppo_keep bash -c "recipe ppo_keep llama3_8b_ppo reshard.mode=keep"
   step ppo_share bash -c "recipe ppo_share llama3_8b_ppo reshard.mode=share $few"
   step ppo_swap bash -c "recipe ppo_swap llama3_8b_ppo reshard.mode=swap reshard.offload=all $few"
+}
+
+# 1,024 samples of 512 + 1,024 tokens, whose keys and values all fit into the cache: the plan's best layouts
+stage_ppo_long() {
+  ((RANKS == 4)) || return 0
+  local run="data.prompts_per_iteration=1024 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.tp=1 rollout.max_num_seqs=256 rollout.gpu_memory_utilization=0.52 run.iterations=2"
+  LIMIT_S=$((2 * LIMIT_S)) step ppo_long_dp bash -c "recipe ppo_long_dp llama3_8b_ppo $run actor.layout=tp1 critic.layout=tp1 engine.tokens_per_micro_batch=4096 reshard.offload=all"
+  LIMIT_S=$((2 * LIMIT_S)) step ppo_long_pp bash -c "recipe ppo_long_pp llama3_8b_ppo $run actor.layout=pp2vpp4 critic.layout=pp2vpp4 engine.tokens_per_micro_batch=8192 reshard.offload=optimizer"
+}
+
+# the same job through verl, for the Python of VERL_PYTHON (python3); without verl ours alone, beside its plan
+stage_verl() {
+  local python=${VERL_PYTHON:-python3} tp=$((RANKS >= 2 ? 2 : 1)) layers=$((RANKS == 1 ? 12 : 32)) only=""
+  "$python" -c 'import verl' 2>/dev/null || only="--only ours"
+  local fp8="engine.tokens_per_micro_batch=16384 engine.dtype=fp8 rollout.kv_cache_dtype=fp8"
+  local same="--gpus $RANKS --verl-python $python $only --limit $LIMIT_S"
+  LIMIT_S=$((3 * LIMIT_S)) LINES_SHOWN=30 step verl_grpo python -m verl_megatron benchmark verl $same --layers $layers --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl" --way larger engine.tokens_per_micro_batch=16384 --way fp8 $fp8 --way fp8_weights $fp8 rollout.weight_dtype=fp8 reference.dtype=fp8
+  # actor and critic with their optimizers beside each other: fewer layers
+  LIMIT_S=$((3 * LIMIT_S)) LINES_SHOWN=30 step verl_ppo python -m verl_megatron benchmark verl $same --layers $((8 * RANKS)) --algorithm ppo --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl_ppo"
+}
+
+# half of the GPUs generate while the others train, against all of them in turns; responses of mixed lengths
+stage_separate() {
+  ((RANKS >= 2)) || return 0
+  local folder="$SCRATCH/mixed" half=$((RANKS / 2)) prompts=$((26 * RANKS))
+  [[ -f $folder/reward.py ]] ||
+    step separate_weights python tools/make_random.py "$folder" --layers 20 --response-tokens 390
+  local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false data.samples_per_prompt=8 data.max_prompt_tokens=512 algorithm.kl_coef=0 rollout.max_tokens=2048 rollout.min_tokens=0 rollout.ignore_eos=false actor.layout=tp1 rollout.tp=1 engine.tokens_per_micro_batch=8192"
+  local where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
+  LIMIT_S=$((2 * LIMIT_S)) step separate_turns env "${where[@]}" bash -c "recipe separate_turns llama3_8b_grpo $run data.prompts_per_iteration=$prompts algorithm.num_mini_batches=4 reshard.mode=share reshard.offload=none rollout.gpu_memory_utilization=0.3 run.iterations=4"
+  local window="rollout.devices=$half-$((RANKS - 1)) async.max_staleness=1 async.sync_interval=4 async.buffer=window async.partial=pause"
+  LIMIT_S=$((2 * LIMIT_S)) step separate_window python -m verl_megatron train --config-name grpo_8b actor.path="$folder/model" data.train="$folder/train.jsonl" $run $window data.prompts_per_iteration=$((prompts / 4)) algorithm.num_mini_batches=1 reshard.mode=keep reshard.offload=none rollout.gpu_memory_utilization=0.7 rollout.max_num_seqs=512 run.iterations=20 run.track_metrics=[console,jsonl,timeline] run.output_dir="$LOGS/separate_window"
 }
 
 stage_grpo() { # an actor of 8B, split over the ranks and whole on each
@@ -227,7 +259,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo grpo passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo ppo_long grpo verl separate passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"

@@ -97,7 +97,7 @@ def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> None:
         model.unlink()
     if hf is None:
         sizes = {"rows": 2 * job.prompts, "prompt_tokens": str(job.prompt_tokens)}
-        make_random(Namespace(out=job.folder, shape=shape, layers=layers, seed=1, **sizes))
+        make_random(Namespace(out=job.folder, shape=shape, layers=layers, seed=1, response_tokens=0, **sizes))
     else:
         read_architecture(str(hf))
         job.folder.mkdir(parents=True, exist_ok=True)
