@@ -10,14 +10,13 @@ def planned(name: str, seconds: dict[str, float]) -> Measured:
     """Return a line of the table from the planner's seconds by phase."""
     by_phase = {phase: total(seconds, parts) for phase, parts in OUR_PHASES.items()}
     whole = by_phase | {"iteration": sum(seconds.values())}
-    return Measured(name=f"plan of {name}", seconds=whole, memory_gib=None, iterations=0)
+    return Measured(name=f"plan of {name}", seconds=whole, memory_gib=None)
 
 
 def table(job: Job, lines: Sequence[Measured], *, device: str) -> str:
     """Return the job and the seconds by phase as Markdown; the ratio is verl's iteration over a line's."""
     columns = [phase for phase in OUR_PHASES if max(_column(lines, phase))] + ["iteration"]
     verl = next((line.seconds["iteration"] for line in lines if line.name == "verl"), None)
-    counted = sorted({line.iterations for line in lines if line.iterations})
     head = ["", *columns, "ratio", "memory, GiB"]
     rows = [head, ["---"] * len(head)]
     for line in lines:
@@ -29,8 +28,8 @@ def table(job: Job, lines: Sequence[Measured], *, device: str) -> str:
     return (
         f"{job.algorithm.upper()} on {job.gpus} x {device}, TP{job.tp} -> TP{job.rollout_tp}: {job.prompts} "
         f"prompts x {job.samples} samples of {job.prompt_tokens} + {job.response_tokens} tokens, {job.steps} "
-        f"optimizer steps, micro-batches of {job.tokens} tokens. Seconds, medians of "
-        f"{' or '.join(map(str, counted))} iterations.\n\n{text}\n"
+        f"optimizer steps, micro-batches of {job.tokens} tokens. Seconds, medians of {job.iterations} iterations "
+        f"without the first two.\n\n{text}\n"
     )
 
 

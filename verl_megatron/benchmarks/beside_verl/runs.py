@@ -61,7 +61,6 @@ class Measured:
     name: str
     seconds: dict[str, float]
     memory_gib: float | None
-    iterations: int
 
 
 def run_ours(job: Job, name: str, given: Sequence[str], *, limit_s: float) -> Measured:
@@ -133,7 +132,6 @@ def measured(
         name=name,
         seconds=seconds | {"iteration": median(one["iteration"] for one in counted)},
         memory_gib=max(memory_gib, default=None),
-        iterations=len(counted),
     )
 
 
