@@ -28,8 +28,8 @@ def table(job: Job, lines: Sequence[Measured], *, device: str) -> str:
     return (
         f"{job.algorithm.upper()} on {job.gpus} x {device}, TP{job.tp} -> TP{job.rollout_tp}: {job.prompts} "
         f"prompts x {job.samples} samples of {job.prompt_tokens} + {job.response_tokens} tokens, {job.steps} "
-        f"optimizer steps, micro-batches of {job.tokens} tokens. Seconds, medians of {job.iterations} iterations "
-        f"without the first two.\n\n{text}\n"
+        f"optimizer steps, micro-batches of {job.tokens} tokens. Seconds, medians of "
+        f"{job.iterations} iterations without the first two.\n\n{text}\n"
     )
 
 
