@@ -22,6 +22,10 @@ def folder(tmp_path: Path) -> Path:
         (dict(actor__layout="cp2"), "actor.layout='cp2' has cp=2"),
         (dict(reshard__mode="swap"), "reshard.mode=swap"),
         (dict(engine__dynamic_batching=True), "engine.dynamic_batching=True with engine.sharding=full"),
+        (
+            dict(engine__distributed_optimizer=False),
+            "engine.distributed_optimizer=False with engine.sharding=full",
+        ),
         (dict(engine__dtype="fp8"), "engine.dtype=fp8 with engine.sharding=full"),
         (dict(algorithm__name="ppo", critic__share_trunk=True), "critic.share_trunk=true with engine"),
     ],

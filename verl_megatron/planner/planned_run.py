@@ -97,6 +97,14 @@ def served_elements(arch: Architecture, tp: int) -> PartElements:
     return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
 
 
+def splits(count_elements: Callable[..., PartElements], arch: Architecture, tp: int, *head: Head) -> bool:
+    """Return whether `tp` splits the model that `count_elements` counts."""
+    try:
+        return count_elements(arch, tp, *head) is not None
+    except ValueError:
+        return False
+
+
 @cache
 def fp8_saved_bytes(arch: Architecture, tp: int, element_bytes: int) -> int:
     """Count the bytes that fp8 saves in a layer of vLLM's: all but one of an element, less the scales."""
