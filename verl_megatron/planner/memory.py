@@ -183,7 +183,7 @@ def _rank_kind(
 def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
     """Return a kind of rank without vLLM, which has ranks of its own, and with a snapshot of the weights."""
     stage = _stage_of_rank(run.actor.layout).get(kind.ranks[0])
-    snapshot = 0.0 if stage is None else run.actor.elements[stage] * run.rollout_element_bytes
+    snapshot = 0.0 if stage is None else run.snapshot_bytes(stage)
     phases = {}
     for phase, parts in kind.phases.items():
         phases[phase] = {part: size for part, size in parts.items() if part not in SERVING}
@@ -233,9 +233,10 @@ def _phases(
     config, window = run.config, run.config.reshard.window_mib << 20
     asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
-    if config.engine.sharding == "full":
+    if run.is_fully_sharded:
         freed["gradients"] = 0.0  # they are there during updates only
-    staged = window * (config.reshard.mode == "swap" or run.world_size > run.ranks_per_host)
+    has_messages = run.world_size > run.ranks_per_host or not run.reads_peer_memory
+    staged = window * (config.reshard.mode == "swap" or has_messages)
     staged += window * (config.rollout.weight_dtype == "fp8")
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
@@ -275,7 +276,7 @@ def _most_weights(run: PlannedRun, models: list[RoleOnRank]) -> float:
     most = before = 0.0
     for model in models:
         whole = 0.0
-        if run.config.engine.sharding == "full":
+        if run.is_fully_sharded:
             whole = model.role.elements[model.stage] * run.element_bytes
         most = max(most, before + max(whole, model.static.weights))
         before += model.static.weights

@@ -41,12 +41,11 @@ class StaticBytes:
 def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], run.element_bytes == 2
-    is_full = run.config.engine.sharding == "full"
-    count /= role.layout.dp if is_full else 1
+    count /= role.layout.dp if run.is_fully_sharded else 1
     if not role.trainable:
         saved = role.layers[stage] * part_elements(role.arch, role.layout.tp).layer * role.fp8_weights
         return StaticBytes(count * run.element_bytes - saved)
-    if is_full:
+    if run.is_fully_sharded:
         return StaticBytes(4 * count, 4 * count, 0.0, 8 * count)
     replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
     return StaticBytes(

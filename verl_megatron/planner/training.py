@@ -169,7 +169,7 @@ def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, l
     are gathered (concurrently with the next forward pass, except after an iteration's last step).
     """
     count, layout = max(role.elements), role.layout
-    if run.config.engine.sharding == "full":  # passes reduce and gather
+    if run.is_fully_sharded:  # passes reduce and gather
         return STEP_BYTES * count / layout.dp / machine.copy_rate
     replicas = layout.dp * layout.cp
     distributed = run.config.engine.distributed_optimizer
@@ -216,7 +216,7 @@ def _sharded_exchange(run: PlannedRun, machine: Machine, role: PlannedRole) -> P
 
     Both happen concurrently with the layers' work, in every micro-batch.
     """
-    if run.config.engine.sharding != "full":
+    if not run.is_fully_sharded:
         return Pass(0.0, 0.0)
     dp = role.layout.dp
     moved = sum(role.elements) * (dp - 1) / dp / group_rate(run, machine, span=dp)
