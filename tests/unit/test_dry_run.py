@@ -184,6 +184,16 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
     )
 
 
+def test_a_supervised_run_that_is_too_large_to_be_built_is_refused(ranks):
+    """Fully sharded, all of a step fits; the remedy is none that full sharding refuses."""
+    ranks(32, 8)
+    plan = supervised_plan(
+        {"actor": {"path": "llama3-70b"}, "engine": {"sharding": "full", "recompute": "full"}}, SFTConfig
+    )
+    assert "It does not fit:\n  building the models: " in plan
+    assert "set engine.sharding=replicated with more tp or pp in actor.layout" in plan
+
+
 def test_the_world_comes_from_the_environment(ranks, monkeypatch):
     ranks(16, 8)
     assert world() == (16, 8)

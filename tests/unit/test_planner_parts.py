@@ -21,7 +21,7 @@ from verl_megatron.planner.rollout.decoding import rollout_seconds, samples_at_o
 from verl_megatron.planner.rollout.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.search import configured, uneven_stages
 from verl_megatron.planner.static import static_bytes
-from verl_megatron.planner.training import group_rate, pipeline_seconds
+from verl_megatron.planner.training import group_rate, pipeline_seconds, step_seconds
 from verl_megatron.planner.weight_sync import moved_bytes
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
@@ -92,6 +92,29 @@ def test_full_sharding_divides_all_states():
     parts = part_elements(run.actor.arch, 1)
     more = training_bytes(run, run.actor, 0) - training_bytes(whole, whole.actor, 0)
     assert more >= 2 * (parts.output + 2 * parts.layer) + (2 + 4 + 1) * parts.embedding
+
+
+def test_a_fully_sharded_model_is_whole_while_it_is_built():
+    """Each after those before it, which are sharded: actor and critic in float32."""
+    run = run_of(run_config("tp1", sharding="full"), 8)
+    actor, critic, reference = (role.elements[0] for role in run.roles)
+    (kind,) = plan_memory(run, H200).kinds
+    assert kind.phases["build"]["weights"] == 4 * (actor + critic) / 8 + 2 * reference
+    assert kind.phases["rollout"]["weights"] == (4 * (actor + critic) + 2 * reference) / 8
+
+
+def test_every_micro_batch_of_a_fully_sharded_model_waits_for_slow_links():
+    def step(rate: float, **engine) -> float:
+        run = run_of(run_config("tp1", sharding="full", **engine), 8)
+        return step_seconds(run, replace(H200, same_host_rate=rate), run.actor)
+
+    run = run_of(run_config("tp1", sharding="full"), 8)
+    (count, _), received = run.micro_batches(run.actor), run.actor.elements[0] * 7 / 8
+    gathers_and_reduction = (2 + 2 + 4) * received
+    assert step(1e6) == pytest.approx(count * gathers_and_reduction / 1e6, rel=1e-3)
+    halved = step(1e6, tokens_per_micro_batch=run.config.engine.tokens_per_micro_batch // 2)
+    assert halved == pytest.approx(2 * step(1e6), rel=1e-3)
+    assert step(1e15) == step(1e14)  # behind the layers' work
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:

@@ -75,6 +75,20 @@ def test_the_search_offers_what_a_run_accepts():
     def half(config):
         config.rollout.dtype = "float16"
 
+    def long(config):
+        config.algorithm.name, config.algorithm.kl_coef, config.data.samples_per_prompt = "grpo", 0.0, 8
+        config.data.max_prompt_tokens = config.rollout.max_tokens = 4096
+
+    def quantized(config):
+        long(config)
+        config.rollout.weight_dtype = "fp8"
+
+    def shared(config):
+        long(config)
+        config.engine.shared_prompts = True
+
+    assert {settings["reshard.mode"] for settings in settings_offered(quantized, 4)} == {"keep"}
+    assert not any("cp" in settings["actor.layout"] for settings in settings_offered(shared, 4))
     assert {settings["reshard.offload"] for settings in settings_offered(awake)} == {"none"}
     assert {settings["reshard.mode"] for settings in settings_offered(half)} == {"keep"}
     assert {
@@ -93,6 +107,32 @@ def test_a_large_reward_model_is_split():
     assert all(
         "reward.layout" not in settings for settings in settings_offered(scored("tp4pp2"))
     )  # chosen by the user
+
+
+def test_a_reward_model_is_split_as_the_ranks_and_the_sharding_allow():
+    def scored(config):
+        config.actor.path, config.reward.path = "llama3-1b", "qwen2.5-32b"
+        config.algorithm.name = "grpo"
+
+    def sharded(config):
+        scored(config)
+        config.engine.sharding = "full"
+
+    assert {settings["reward.layout"] for settings in settings_offered(scored, 2, ranks_per_host=8)} == {
+        "tp2sp"
+    }
+    assert not any("reward.layout" in settings for settings in settings_offered(sharded))
+
+
+def test_no_layout_is_offered_whose_matrices_fp8_cannot_multiply():
+    narrow = replace(arch("llama3-1b"), intermediate_size=8192 + 16)  # 4 ranks have 2052 channels each
+
+    def layouts(dtype):
+        base = run_config(samples=512, model="llama3-1b", dtype=dtype)
+        found = search(base, world_size=4, machine=H200, read=lambda _: narrow)
+        return {candidate.run.actor.layout.tp for candidate in found.fitting}
+
+    assert layouts("bfloat16") == {1, 2, 4} and layouts("fp8") == {1}
 
 
 @pytest.fixture

@@ -168,6 +168,14 @@ def test_every_algorithm_is_planned_with_the_samples_that_it_compares(name):
             ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples-per-prompt", "1"],
             "compares a sample with no other",
         ),
+        (
+            ["--model", "llama3-8b", "--gpus", "4", "engine.sharding=full", "engine.dynamic_batching=true"],
+            "engine.dynamic_batching=True with engine.sharding=full",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "4", "engine.dtype=float32", "reference.dtype=fp8"],
+            "reference.dtype=fp8 with engine.dtype=float32",
+        ),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
         (
             ["--model", "llama3-8b", "--gpus", "8", "--samples-per-iteration", "10"],

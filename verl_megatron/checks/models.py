@@ -10,6 +10,8 @@ from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig, TeacherConfig, TrainerConfig
 from verl_megatron.model_specs import layout_of, scoring_worlds
 
+FROZEN = ("reference", "teacher", "reward")
+
 
 @dataclass
 class CheckedModel:
@@ -43,32 +45,46 @@ def check_model(
             f"{name}.layout={short_repr(model.layout)}, {devices}"
             f"{counted(world_size, 'rank')} started: {error}"
         )
-    if engine.shared_prompts and found.layout is not None and found.layout.cp > 1:
-        found.problems.append(
-            f"engine.shared_prompts=true: {name}.layout={model.layout!r} cuts samples over cp ranks, and "
-            "only whole ones share their prompt; use a layout without cp, or leave it at false"
-        )
-    if engine.sharding == "full" and found.layout is not None:
-        found.problems += _full_sharding_problems(name, model.layout, found.layout)
     if model.path:
         try:
             found.arch = read_architecture(model.path)
         except ValueError as error:
             found.problems.append(f"{name}.path={short_repr(model.path)}: {error}")
-    if found.layout is not None and found.arch is not None:
-        found.problems += [f"{found.named}: {problem}" for problem in _check_split(found.arch, found.layout)]
-    if engine.dtype == "fp8":
-        found.problems += _width_problems("engine.dtype", found)
+    found.problems += _layout_problems(found, engine)
     return found
 
 
-def _full_sharding_problems(name: str, text: str, layout: Layout) -> list[str]:
+def layout_problems(config: TrainerConfig, name: str, layout: Layout, arch: Architecture) -> list[str]:
+    """Return what keeps a model of a plan, an RL run's `name`, from having this layout."""
+    found = CheckedModel(f"{name}.layout={str(layout)!r}", layout, arch)
+    problems = _layout_problems(found, config.engine)
+    return problems + (dtype_problems(config, name, found) if name in FROZEN else [])
+
+
+def _layout_problems(found: CheckedModel, engine: EngineConfig) -> list[str]:
+    """Return what is wrong with a layout and the compute settings, and with its split of the model."""
+    layout, arch, problems = found.layout, found.arch, []
+    if layout is None:
+        return []
+    if engine.shared_prompts and layout.cp > 1:
+        problems.append(
+            f"engine.shared_prompts=true: {found.named} cuts samples over cp ranks, and "
+            "only whole ones share their prompt; use a layout without cp, or leave it at false"
+        )
+    if engine.sharding == "full":
+        problems += _full_sharding_problems(found.named, layout)
+    if arch is not None:
+        problems += [f"{found.named}: {problem}" for problem in _check_split(arch, layout)]
+    return problems + (_width_problems("engine.dtype", found) if engine.dtype == "fp8" else [])
+
+
+def _full_sharding_problems(named: str, layout: Layout) -> list[str]:
     """Return what a layout has that full sharding cannot be combined with."""
     wrong = [
         f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "vpp", "cp") if getattr(layout, axis) > 1
     ]
     return [
-        f"engine.sharding=full: {name}.layout={text!r} has {' and '.join(wrong)}, and full sharding divides "
+        f"engine.sharding=full: {named} has {' and '.join(wrong)}, and full sharding divides "
         "weights among dp ranks alone; use tp1, or engine.sharding=replicated"
     ] * bool(wrong)
 
@@ -95,14 +111,14 @@ def scorer_problems(config: TrainerConfig, actor: CheckedModel, world_size: int)
         elif section.path:
             size = sizes.get(name, world_size)
             found = check_model(name, section, config.engine, world_size=size, is_apart=name in sizes)
-            problems += found.problems + _dtype_problems(config, name, found)
+            problems += found.problems + dtype_problems(config, name, found)
     reference = actor
     if "reference" in sizes:
         own, size = config.reference, sizes["reference"]
         model = ModelConfig(path=config.actor.path, layout=own.layout, devices=own.devices)
         reference = check_model("reference", model, config.engine, world_size=size, is_apart=True)
         problems += [problem for problem in reference.problems if not problem.startswith("reference.path")]
-    return problems + _dtype_problems(config, "reference", reference)
+    return problems + dtype_problems(config, "reference", reference)
 
 
 def _check_split(arch: Architecture, layout: Layout) -> list[str]:
@@ -116,7 +132,7 @@ def _check_split(arch: Architecture, layout: Layout) -> list[str]:
     return problems
 
 
-def _dtype_problems(config: TrainerConfig, name: str, found: CheckedModel) -> list[str]:
+def dtype_problems(config: TrainerConfig, name: str, found: CheckedModel) -> list[str]:
     """Return what keeps the weights of a frozen model from being in fp8, if its dtype asks for it."""
     setting, engine = f"{name}.dtype", config.engine
     if getattr(config, name).dtype != "fp8":

@@ -4,6 +4,7 @@ A problem names the setting, its value and a remedy.
 """
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
@@ -12,7 +13,13 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.algorithm import algorithm_problems
 from verl_megatron.checks.batches import check_batch
 from verl_megatron.checks.limits import check_types, check_values
-from verl_megatron.checks.models import CheckedModel, check_model, scorer_problems
+from verl_megatron.checks.models import (
+    FROZEN,
+    CheckedModel,
+    check_model,
+    dtype_problems,
+    scorer_problems,
+)
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
@@ -96,8 +103,11 @@ def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> lis
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
     """Check a run whose layouts are not chosen yet; values are in their intervals, `arch` is the actor's."""
+    dtypes = (dtype_problems(config, name, CheckedModel(f"{name}.layout")) for name in FROZEN)
     return (
-        check_batch(config, {})
+        _engine_problems(config.engine)
+        + list(chain.from_iterable(dtypes))
+        + check_batch(config, {})
         + check_rollout(config, arch, world_size)
         + algorithm_problems(config, ALGORITHMS[config.algorithm.name].needs)
     )
@@ -151,6 +161,12 @@ def _check_engine(engine: EngineConfig) -> list[str]:
         if engine.transformer_impl == "te"
         else []
     )
+    return problems + _engine_problems(engine)
+
+
+def _engine_problems(engine: EngineConfig) -> list[str]:
+    """Return contradictions of compute settings, on any machine."""
+    problems = []
     if engine.dtype == "fp8" and engine.transformer_impl == "local":
         problems.append(
             "engine.dtype=fp8 with engine.transformer_impl=local: only transformer-engine's layers compute "
@@ -163,6 +179,7 @@ def _check_engine(engine: EngineConfig) -> list[str]:
             for name, value, reason, remedy in (
                 ("dtype", "fp8", "weights are gathered in bfloat16", "use bfloat16"),
                 ("dynamic_batching", True, "its probes are those of replicated weights", "leave it at false"),
+                ("distributed_optimizer", False, "its state is divided with the weights", "leave it at true"),
             )
             if getattr(engine, name) == value
         ]

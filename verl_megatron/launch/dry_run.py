@@ -15,6 +15,7 @@ from parallel.placement import described, place
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.remote.models import is_remote, local_folder, shown
+from parallel.weights.row_shards import row_shards
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic, supervised_arithmetic
@@ -255,7 +256,7 @@ def _reshard(run: PlannedRun) -> list[str]:
     arch, config = run.actor.arch, run.config
     served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(run.world_size)))
     train, rollout = place(arch, run.actor.layout, served_by, ranks_per_host=run.ranks_per_host)
-    plan = _plan(run, train, rollout, peer_memory=True)  # of ranks of a host, as on GPUs
+    plan = _plan(run, train, rollout, peer_memory=run.reads_peer_memory)  # of ranks of a host, as on GPUs
     # Addresses of Megatron's parameters are known only at run time; the bytes received do not depend on them.
     in_place = config.reshard.mode != "keep"
     remark = ", counted before vLLM's weights alias Megatron's" if in_place else ""
@@ -270,8 +271,9 @@ def _plan_over_bridge(run: PlannedRun, size: int) -> Plan:
 
 
 def _plan(run: PlannedRun, train: Layout, rollout: Layout, *, peer_memory: bool) -> Plan:
+    source = megatron_shards(run.actor.arch, train, spec=PLANNED_SPEC)
     return compile_plan(
-        source=megatron_shards(run.actor.arch, train, spec=PLANNED_SPEC),
+        source=row_shards(source, train) if run.is_fully_sharded else source,
         destination=vllm_shards(run.actor.arch, rollout),
         element_bytes=run.rollout_element_bytes,
         window_bytes=run.config.reshard.window_mib << 20,

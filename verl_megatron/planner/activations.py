@@ -85,7 +85,7 @@ def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> flo
     Two layers are there at once, and the head all the time. Gradients are those of one layer, of the
     embedding or of the head: as computed, in float32 for the sum over the ranks, and a rank's share of that.
     """
-    if run.config.engine.sharding != "full":
+    if not run.is_fully_sharded:
         return 0.0
     parts = part_elements(role.arch, 1)
     head = sum(role.elements) - sum(role.layers) * parts.layer - (0 if role.arch.tied else parts.embedding)

@@ -110,6 +110,12 @@ class RoleOnRank:
     static: StaticBytes
 
 
+def _heaviest(run: PlannedRun, role: PlannedRole) -> RoleOnRank:
+    """Return a model's part on the pipeline stage with the most weights."""
+    stages = (RoleOnRank(role, stage, static_bytes(run, role, stage)) for stage in range(role.layout.pp))
+    return max(stages, key=lambda model: model.static.weights)
+
+
 def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None = None) -> float:
     """Bytes of `part` over the models called `names`; None: over all."""
     return sum(getattr(model.static, part) for model in models if names is None or model.role.name in names)
@@ -177,7 +183,7 @@ def _rank_kind(
 def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
     """Return a kind of rank without vLLM, which has ranks of its own, and with a snapshot of the weights."""
     stage = _stage_of_rank(run.actor.layout).get(kind.ranks[0])
-    snapshot = 0.0 if stage is None else run.actor.elements[stage] * run.rollout_element_bytes
+    snapshot = 0.0 if stage is None else run.snapshot_bytes(stage)
     phases = {}
     for phase, parts in kind.phases.items():
         phases[phase] = {part: size for part, size in parts.items() if part not in SERVING}
@@ -204,12 +210,13 @@ def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
 def _scoring_kind(run: PlannedRun, machine: Machine, planned: PlannedWorld) -> RankKind:
     """Return the ranks of frozen models, as if each held the largest stage of every model."""
     stages = [(role, stage) for role in planned.roles for stage in range(role.layout.pp)]
-    weights = 0.0
-    for role in planned.roles:
-        weights += max(static_bytes(run, role, stage).weights for stage in range(role.layout.pp))
-    built = {"process": machine.process_bytes + machine.communicator_bytes, "weights": weights}
-    at_work = built | {"activations": max(inference_bytes(run, *each) for each in stages)}
-    phases = {"build": built, SCORES: at_work}
+    largest = [_heaviest(run, role) for role in planned.roles]
+    built = {"process": machine.process_bytes + machine.communicator_bytes}
+    at_work = built | {
+        "weights": _sum_of("weights", largest),
+        "activations": max(inference_bytes(run, *each) for each in stages),
+    }
+    phases = {"build": built | {"weights": _most_weights(run, largest)}, SCORES: at_work}
     return RankKind(planned.world.ranks, phases, machine.process_host_bytes, 0.0, inf)
 
 
@@ -219,20 +226,21 @@ def _phases(
     """Bytes by phase and part, in the order of a run.
 
     A phase's activations include blocks that PyTorch caches from earlier phases. "start" is vLLM's start,
-    with the models built before it; "build" is when the last model has been built. "weights_awake" is the
-    moment of the weight sync in which vLLM has its weights; where both do not fit, offloading happens before
-    it. The others are the phases of an iteration.
+    with the models built before it; "build" is when the last model has been built, with the most weights of
+    any moment until then. "weights_awake" is the moment of the weight sync in which vLLM has its weights;
+    where both do not fit, offloading happens before it. The others are the phases of an iteration.
     """
     config, window = run.config, run.config.reshard.window_mib << 20
     asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
-    if config.engine.sharding == "full":
+    if run.is_fully_sharded:
         freed["gradients"] = 0.0  # they are there during updates only
-    staged = window * (config.reshard.mode == "swap" or run.world_size > run.ranks_per_host)
+    has_messages = run.world_size > run.ranks_per_host or not run.reads_peer_memory
+    staged = window * (config.reshard.mode == "swap" or has_messages)
     staged += window * (config.rollout.weight_dtype == "fp8")
     phases = {
         "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
-        "build": settled | _while_building(models, freed) | asleep,
+        "build": settled | _while_building(run, models, freed) | asleep,
         "weights_awake": settled
         | freed
         | (asleep or {"vllm weights": awake["vllm weights"]})
@@ -253,13 +261,26 @@ def _built_before_vllm(run: PlannedRun, models: list[RoleOnRank], freed: Collect
     return {part: 0.0 if part in freed else size for part, size in built.items()}
 
 
-def _while_building(models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
+def _while_building(run: PlannedRun, models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
     """Bytes by part when the last model has been built; models are built one after the other."""
     built = {
         "gradients": [model.static.gradients for model in models],
         "optimizer": [model.static.masters for model in models],
     }
-    return {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
+    parts = {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
+    return parts | {"weights": _most_weights(run, models)}
+
+
+def _most_weights(run: PlannedRun, models: list[RoleOnRank]) -> float:
+    """Bytes of the weights when the largest model is built: fully sharded, it is whole at first."""
+    most = before = 0.0
+    for model in models:
+        whole = 0.0
+        if run.is_fully_sharded:
+            whole = model.role.elements[model.stage] * run.element_bytes
+        most = max(most, before + max(whole, model.static.weights))
+        before += model.static.weights
+    return most
 
 
 def _training_phases(run: PlannedRun, models: list[RoleOnRank], freed: Collection[str]) -> Phases:

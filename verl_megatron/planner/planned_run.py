@@ -22,6 +22,7 @@ from verl_megatron.model_specs import (
     num_ranks,
     num_rollout_ranks,
     scoring_worlds,
+    shares_dtype,
     shares_trunk,
 )
 from verl_megatron.planner.rollout.lengths import Lengths
@@ -95,6 +96,14 @@ def part_elements(arch: Architecture, tp: int, head: Head = "lm") -> PartElement
 def served_elements(arch: Architecture, tp: int) -> PartElements:
     """Count vLLM's elements per part; a tied output is counted as the embedding."""
     return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
+
+
+def splits(count_elements: Callable[..., PartElements], arch: Architecture, tp: int, *head: Head) -> bool:
+    """Return whether `tp` splits the model that `count_elements` counts."""
+    try:
+        return count_elements(arch, tp, *head) is not None
+    except ValueError:
+        return False
 
 
 @cache
@@ -201,11 +210,27 @@ class PlannedRun:
     def resharding_crosses_hosts(self) -> bool:
         """Whether weights come from other hosts.
 
-        A pipeline stage's ranks are contiguous, so other stages may be on other hosts, and ranks outside the
-        actor have no weights.
+        A pipeline stage's ranks are contiguous, so other stages may be on other hosts, and so are rows of
+        fully sharded weights. Ranks outside the actor have no weights.
         """
         layout = self.actor.layout
-        return self.gpus > self.ranks_per_host and (layout.pp > 1 or self.gpus > len(layout.ranks))
+        is_split = layout.pp > 1 or self.is_fully_sharded or self.gpus > len(layout.ranks)
+        return self.gpus > self.ranks_per_host and is_split
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether weights are divided by rows among data-parallel ranks."""
+        return self.config.engine.sharding == "full"
+
+    @property
+    def reads_peer_memory(self) -> bool:
+        """Whether the ranks of a host read each other's weights, which must have vLLM's dtype for that.
+
+        Fully sharded weights of the actor are float32.
+        """
+        if self.is_fully_sharded:
+            return self.rollout_element_bytes == ELEMENT_BYTES["float32"]
+        return shares_dtype(self.config)
 
     @property
     def streams(self) -> bool:
@@ -276,6 +301,11 @@ class PlannedRun:
         """Bytes of an element of vLLM's weights, as they arrive, and KV cache."""
         dtype = self.config.rollout.dtype
         return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
+
+    def snapshot_bytes(self, stage: int) -> float:
+        """Bytes of the weights that leave a rank of a stage of the actor for a rollout world."""
+        parts = self.actor.layout.dp if self.is_fully_sharded else 1
+        return self.actor.elements[stage] * self.rollout_element_bytes / parts
 
     @property
     def fp8_saved_bytes(self) -> int:

@@ -8,28 +8,32 @@ from them: the need of the samples that a replica decodes concurrently, or what 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from math import ceil, floor, inf
+
+import torch
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
+from verl_megatron.checks.models import layout_problems
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.config.section import attribute_of
 from verl_megatron.model_specs import is_separate, num_rollout_ranks, scoring_worlds, shares_dtype
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.planned_run import (
-    ELEMENT_BYTES,
-    PartElements,
     PlannedRun,
-    part_elements,
     served_elements,
+    splits,
 )
 from verl_megatron.planner.rollout.decoding import samples_at_once
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.rollout.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
+from verl_megatron.planner.static import smallest_tp
+from verl_megatron.rollout.vllm_weights.fp8 import fp8_problems
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
@@ -122,9 +126,10 @@ def search(
     sizes = [
         tp
         for tp in _tensor_sizes(ranks_per_host)
-        if num_rollout_ranks(base, world_size) % tp == 0 and _splits(served_elements, arch, tp)
+        if num_rollout_ranks(base, world_size) % tp == 0 and _serves(base, arch, tp)
     ]
-    frozen, impossible = _frozen_layouts(base, machine, ranks_per_host, read), None
+    divisors = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0]
+    frozen, impossible = _frozen_layouts(base, machine, divisors, read), None
     for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
         for option in _memory_options(base):
@@ -173,8 +178,9 @@ class _Maker:
     @property
     def modes(self) -> tuple[str, ...]:
         """Reshard modes to try; memory is shared only on the same ranks, and by weights of the same dtype."""
-        alike = shares_dtype(self.base) and self.base.engine.sharding != "full"
-        return MODES if alike and not is_separate(self.base) else MODES[:1]
+        alike = shares_dtype(self.base) and self.base.rollout.weight_dtype == "auto"
+        whole = self.base.engine.sharding != "full"
+        return MODES if alike and whole and not is_separate(self.base) else MODES[:1]
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -193,12 +199,14 @@ class _Maker:
     def training(self, chosen: Settings) -> Candidate | None:
         """Check everything that is independent of vLLM, with maximal offload.
 
-        None if the samples do not split this way; ValueError if a model does not.
+        None if the samples do not split this way; ValueError if a model does not, or must not.
         """
         run = self.planned(
             chosen
             | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
         )
+        for role in chain(run.roles, *(planned.roles for planned in run.scoring)):
+            refuse(layout_problems(run.config, role.name, role.layout, role.arch))
         if any(
             role.layout.dp > run.samples // run.config.algorithm.num_mini_batches
             for role in run.roles
@@ -351,50 +359,31 @@ def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 
 
-def _splits(count_elements: Callable[..., PartElements], arch: Architecture, tp: int, *head: Head) -> bool:
-    try:
-        return count_elements(arch, tp, *head) is not None
-    except ValueError:
-        return False
-
-
 def _tensor_sizes(ranks_per_host: int) -> list[int]:
     """Powers of two whose groups stay within a host."""
     return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
 
 
+def _serves(base: TrainerConfig, arch: Architecture, tp: int) -> bool:
+    """Whether vLLM can have the model at tensor-parallel size `tp`."""
+    if base.rollout.weight_dtype == "fp8" and fp8_problems(arch, tp, torch.bfloat16):
+        return False
+    return splits(served_elements, arch, tp)
+
+
 def _frozen_layouts(
-    base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
+    base: TrainerConfig, machine: Machine, sizes: Sequence[int], read: Callable[[str], Architecture]
 ) -> Settings:
-    """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
+    """Layouts under which reward model and teacher take little of a GPU, unless the user chose them.
+
+    Args:
+        sizes: of tensor parallelism, to choose from.
+    """
     layouts, apart = {}, {name for world in scoring_worlds(base) for name in world.models}
     heads: dict[str, Head] = {"reward": "sequence", "teacher": "lm"}
     for section, head in heads.items():
         model = getattr(base, section)
         if model.path and model.layout == RewardConfig().layout and section not in apart:
-            arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)
-            tp = smallest_tp(arch, head, sizes, base, machine)
+            tp = smallest_tp(read(model.path), head, sizes, base, machine, share=FROZEN_SHARE)
             layouts[f"{section}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
     return layouts
-
-
-def smallest_tp(
-    arch: Architecture,
-    head: Head,
-    sizes: Sequence[int],
-    base: TrainerConfig,
-    machine: Machine,
-    *,
-    share: float = FROZEN_SHARE,
-) -> int:
-    """Choose the least of `sizes` under which a model takes at most a share of a GPU, or the largest.
-
-    Sizes that do not split the model are left out.
-    """
-    sizes = [size for size in sizes if _splits(part_elements, arch, size, head)]
-    for tp in sizes:
-        parts = part_elements(arch, tp, head)
-        elements = parts.embedding + arch.num_layers * parts.layer + parts.output
-        if ELEMENT_BYTES[base.engine.dtype] * elements <= share * machine.gpu_bytes:
-            return tp
-    return sizes[-1]

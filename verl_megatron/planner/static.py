@@ -8,9 +8,20 @@ engine.sharding=full divides all by dp: 4n of weights, which are the master weig
 moments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, part_elements
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import Head
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.planned_run import (
+    ELEMENT_BYTES,
+    PlannedRole,
+    PlannedRun,
+    part_elements,
+    splits,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +41,37 @@ class StaticBytes:
 def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], run.element_bytes == 2
-    is_full = run.config.engine.sharding == "full"
-    count /= role.layout.dp if is_full else 1
+    count /= role.layout.dp if run.is_fully_sharded else 1
     if not role.trainable:
         saved = role.layers[stage] * part_elements(role.arch, role.layout.tp).layer * role.fp8_weights
         return StaticBytes(count * run.element_bytes - saved)
-    if is_full:
+    if run.is_fully_sharded:
         return StaticBytes(4 * count, 4 * count, 0.0, 8 * count)
     replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
     return StaticBytes(
         count * run.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
     )
+
+
+def smallest_tp(
+    arch: Architecture,
+    head: Head,
+    sizes: Sequence[int],
+    base: TrainerConfig,
+    machine: Machine,
+    *,
+    share: float,
+) -> int:
+    """Choose the least of `sizes` under which a model takes at most a share of a GPU, or the largest.
+
+    Sizes that do not split the model are left out. Full sharding divides weights among dp ranks alone.
+    """
+    if base.engine.sharding == "full":
+        return 1
+    sizes = [size for size in sizes if splits(part_elements, arch, size, head)]
+    for tp in sizes:
+        parts = part_elements(arch, tp, head)
+        elements = parts.embedding + arch.num_layers * parts.layer + parts.output
+        if ELEMENT_BYTES[base.engine.dtype] * elements <= share * machine.gpu_bytes:
+            return tp
+    return sizes[-1]

@@ -116,12 +116,19 @@ def check_supervised_fits(
 
 
 def _problem(memory: MemoryPlan, room: float) -> Problem | None:
-    needed = memory.phase_bytes(STEP)
-    return Problem("a step", needed, room) if needed > room else None
+    for cause, phase in (("a step", STEP), ("building the models", "build")):
+        if (needed := memory.phase_bytes(phase)) > room:
+            return Problem(cause, needed, room)
+    return None
 
 
 def _remedy(config: SupervisedConfig) -> str:
     section = models_of(config)[0].section
+    if config.engine.sharding == "full":
+        return (
+            "use more GPUs, lower engine.tokens_per_micro_batch, or set engine.sharding=replicated with more "
+            f"tp or pp in {section}.layout"
+        )
     return (
         f"give {section}.layout more tp or pp, lower engine.tokens_per_micro_batch or set "
         "engine.recompute=full"

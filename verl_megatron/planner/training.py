@@ -100,6 +100,7 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
         samples * run.response_tokens / role.layout.cp,
     )
     layer = _layer_pass(run, machine, role, tokens)
+    sharded = _sharded_exchange(run, machine, role)
     sent = _pipeline_exchange(run, machine, role, tokens)
     stages = []
     for stage in range(role.layout.pp):
@@ -112,8 +113,8 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
         layers = role.layers[stage]
         stages.append(
             Pass(
-                layers * layer.forward + head.forward + sent,
-                layers * layer.backward + head.backward + accumulated + sent,
+                max(layers * layer.forward + head.forward, sharded.forward) + sent,
+                max(layers * layer.backward + head.backward + accumulated, sharded.backward) + sent,
             )
         )
     return stages
@@ -168,6 +169,8 @@ def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, l
     are gathered (concurrently with the next forward pass, except after an iteration's last step).
     """
     count, layout = max(role.elements), role.layout
+    if run.is_fully_sharded:  # passes reduce and gather
+        return STEP_BYTES * count / layout.dp / machine.copy_rate
     replicas = layout.dp * layout.cp
     distributed = run.config.engine.distributed_optimizer
     own = count / replicas if distributed else count
@@ -206,6 +209,18 @@ def _tensor_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, token
         return 0.0
     moved = 4 * (tp - 1) / tp * tokens * role.arch.hidden_size * run.element_bytes
     return moved / group_rate(run, machine, span=tp) + 4 * machine.collective_s
+
+
+def _sharded_exchange(run: PlannedRun, machine: Machine, role: PlannedRole) -> Pass:
+    """Seconds to gather the weights of a fully sharded model and to reduce its float32 gradients.
+
+    Both happen concurrently with the layers' work, in every micro-batch.
+    """
+    if not run.is_fully_sharded:
+        return Pass(0.0, 0.0)
+    dp = role.layout.dp
+    moved = sum(role.elements) * (dp - 1) / dp / group_rate(run, machine, span=dp)
+    return Pass(run.element_bytes * moved, (run.element_bytes + 4) * moved)
 
 
 def _context_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> float:

@@ -10,12 +10,15 @@ def moved_bytes(run: PlannedRun) -> float:
     """Bytes of actor weights that a rank receives: vLLM's shard minus its overlap with Megatron's shard.
 
     With t tensor-parallel ranks and p pipeline stages in training and t_g tensor-parallel ranks in vLLM, the
-    share of the weights is (t·p - t_g) / (t_g·t·p) if t >= t_g, else (1/t_g)(1 - 1/p).
+    share of the weights is (t·p - t_g) / (t_g·t·p) if t >= t_g, else (1/t_g)(1 - 1/p). Fully sharded over d
+    data-parallel ranks it is (1/t_g)(1 - 1/d).
     """
     layout, tp = run.actor.layout, run.config.rollout.tp
     total = sum(run.actor.elements) * layout.tp * run.rollout_element_bytes
     if run.gpus > len(layout.ranks):
         return total / tp
+    if run.is_fully_sharded:
+        return total / tp * (1 - 1 / layout.dp)
     if layout.tp >= tp:
         return total * (layout.tp * layout.pp - tp) / (tp * layout.tp * layout.pp)
     return total / tp * (1 - 1 / layout.pp)
@@ -39,7 +42,7 @@ def reshard_seconds(run: PlannedRun, machine: Machine) -> float:
 
 def publish_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds of the snapshot that leaves for a rollout world while training goes on."""
-    return 2 * max(run.actor.elements) * run.rollout_element_bytes / machine.copy_rate
+    return 2 * max(map(run.snapshot_bytes, range(run.actor.layout.pp))) / machine.copy_rate
 
 
 def arrival_seconds(run: PlannedRun, machine: Machine) -> float:
