@@ -156,6 +156,7 @@ def _run(training: Training, arguments: list[str]) -> int:
         text, fits = plan()
         print(text)
         return 0 if fits else NO_ROOM
+    plan = partial(_plan_here, config_of, plan)
     restarts = given.max_restarts
     if known.role:
         plan()
@@ -187,6 +188,18 @@ def _plan(
     finally:
         for name in sizes:
             del os.environ[name]
+
+
+def _plan_here(
+    config_of: "Callable[[], TrainerConfig | SupervisedConfig]", plan: Callable[[], tuple[str, bool]]
+) -> tuple[str, bool]:
+    """Plan a run that is started on this machine; refuse what this machine cannot compute."""
+    from verl_megatron.checks.problems import refuse
+    from verl_megatron.launch.machine import machine_problems
+
+    planned = plan()
+    refuse(machine_problems(config_of()))
+    return planned
 
 
 def _check_command(training: Training, settings: dict[str, Any], recipe: str | None) -> None:
