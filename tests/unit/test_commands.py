@@ -82,6 +82,7 @@ def test_recipes_say_what_they_are_for():
 
 REFUSED = [
     (["trian"], "'trian' is no command, did you mean \"train\"?"),
+    (["ppo"], "'ppo' is no command; write verl-megatron train --config-name RECIPE algorithm.name=ppo"),
     (["train", "--help", "rolout"], 'there is no such section or setting, did you mean "rollout"?'),
     (["train", "--help", "run.sed"], 'there is no such section or setting, did you mean "run.seed"?'),
     (["train", "--help", "seed"], "there is no such section or setting, did you mean run.seed?"),
