@@ -64,10 +64,10 @@ TRL: Table = {
         ),
         row("max_completion_length", "rollout.max_tokens"),
         row(
-            "temperature top_p top_k",
-            "rollout.temperature rollout.top_p rollout.top_k",
-            "no top-k is -1 here, 0 in TRL",
+            "temperature top_p",
+            "rollout.temperature rollout.top_p",
         ),
+        row("top_k", "rollout.top_k", "no top-k is -1 here, 0 in TRL"),
         row(
             "min_p repetition_penalty generation_kwargs",
             "",
