@@ -73,7 +73,7 @@ def test_all_wrong_names_and_types_are_said_at_once():
     for words in (
         'actor.lrr is no setting, did you mean "lr"?',
         "actor.lr='fast' has a wrong type",
-        "actor.stage_layers=3 has a wrong type",
+        "actor.stage_layers=3 has a wrong type (it is no list); write [3]",
         'rolout is no section, did you mean "rollout"?',
         "rollout.max_prompt_tokens is no setting; write data.max_prompt_tokens",
         "engine.lr is no setting; write actor.lr or critic.lr",

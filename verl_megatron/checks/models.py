@@ -40,8 +40,7 @@ def check_model(
     except ValueError as error:
         devices = f"{name}.devices={short_repr(model.devices)}, " if model.devices else ""
         found.problems.append(
-            f"{name}.layout={short_repr(model.layout)}, {devices}"
-            f"{counted(world_size, 'rank')} started: {error}"
+            f"{name}.layout={short_repr(model.layout)}, {devices}with {counted(world_size, 'rank')}: {error}"
         )
     if engine.shared_prompts and found.layout is not None and found.layout.cp > 1:
         found.problems.append(

@@ -107,6 +107,10 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
             raise ValidationError(f"Value {str(value)!r} is not a valid bool")  # OmegaConf takes every number
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
+        if "ListConfig" in reason and isinstance(value, str | int | float):
+            return (
+                f"{section_name}.{name}={short_repr(value)} has a wrong type (it is no list); write [{value}]"
+            )
         return (
             f"{section_name}.{name}={short_repr(value)} has a wrong type ({reason}); "
             f"give a value like {_example(section, name)}"
