@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime import process
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import RolloutConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.tokenizer import Tokenizer
@@ -101,6 +101,16 @@ class Evaluation:
             problems.append(
                 f"rollout.adaptive_sampling={config.rollout.adaptive_sampling} is for training; prompts are "
                 "sampled at data.validation_temperature here; leave it out"
+            )
+        if config.rollout.temperature != RolloutConfig().temperature:
+            problems.append(
+                f"rollout.temperature={config.rollout.temperature} is for training; prompts are sampled at "
+                "data.validation_temperature here; set that one"
+            )
+        if self.samples > 1 and not config.data.validation_temperature:
+            problems.append(
+                f"--samples {self.samples} of a prompt are identical at data.validation_temperature=0; "
+                "set a higher one, such as 1"
             )
         if self.scored and not config.reward.function:
             problems.append("reward.function is not given; name a built-in function or FILE.py:NAME")

@@ -74,7 +74,7 @@ def test_nothing_is_wrong_with_a_good_configuration(folder):
 BAD = [
     (dict(actor__layout="tp3"), ["actor.layout='tp3'", "needs 3 ranks or a multiple"]),
     (dict(actor__layout="tensor2"), ["actor.layout='tensor2'", "not understood"]),
-    (dict(actor__layout="tp8"), ["actor.layout='tp8'", "4 ranks started"]),
+    (dict(actor__layout="tp8"), ["actor.layout='tp8'", "with 4 ranks: layout"]),
     (dict(actor__devices="0-7"), ["actor.devices='0-7'", "below the 4"]),
     (dict(critic__devices="x"), ["critic.devices='x'"]),
     (dict(actor__layout="pp4", actor__stage_layers=[2, 2]), ["stage_layers=[2, 2]", "4 pipeline stages"]),

@@ -82,6 +82,7 @@ def test_recipes_say_what_they_are_for():
 
 REFUSED = [
     (["trian"], "'trian' is no command, did you mean \"train\"?"),
+    (["ppo"], "'ppo' is no command; write verl-megatron train --config-name RECIPE algorithm.name=ppo"),
     (["train", "--help", "rolout"], 'there is no such section or setting, did you mean "rollout"?'),
     (["train", "--help", "run.sed"], 'there is no such section or setting, did you mean "run.seed"?'),
     (["train", "--help", "seed"], "there is no such section or setting, did you mean run.seed?"),
@@ -116,6 +117,11 @@ REFUSED = [
     (["data", "chekc"], "data 'chekc' is no command"),
     (["data", "check", "none.jsonl"], "data file none.jsonl does not exist"),
     (["evaluate", "none", "none.jsonl"], "MODEL 'none': model folder none does not exist"),
+    (["generate", "a", "b", "--out", "c", "rollout.temperature=0.5"], "  - rollout.temperature=0.5 is for t"),
+    (
+        ["generate", "a", "b", "--out", "c", "--samples", "4", "data.validation_temperature=0"],
+        "  - --samples 4 of a prompt are identical",
+    ),
     (["evaluate", "none", "none.jsonl"], "PROMPTS 'none.jsonl' does not exist; name a .jsonl"),
     (["evaluate", "none", "none.jsonl", "--reward", "none.py:f"], "--reward 'none.py:f': file 'none.py'"),
     (["generate", "none/none", "none.jsonl", "--out", "x"], "MODEL none/none: there is no folder"),

@@ -155,7 +155,7 @@ def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys)
         (["{path}", "data.max_prompt_tokens=0"], "data.max_prompt_tokens=0 lies outside"),
         (["{path}", "data.promptkey=a"], "data.promptkey is no setting"),
         (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own"),
-        (["{path}", "--model", "{path}"], "tokenizer folder"),
+        (["{path}", "--model", "{path}"], "--model '{path}': tokenizer folder"),
         (["{empty}"], "has no rows"),
         (["{path}", "{empty}"], "several files are one argument, with commas"),
         ([""], "data file '' does not exist"),
@@ -167,7 +167,14 @@ def test_bad_input_is_one_error(tmp_path, model, arguments, said):
     given = [argument.format(path=path, empty=empty) for argument in arguments]
     with pytest.raises(ValueError) as error:
         data.run(["check", *(given if "--model" in given else [*given, "--model", model])])
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert said.format(path=path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", [5, [], [{"from": "human", "value": "hi"}]])
+def test_without_a_model_too_prompts_that_a_run_refuses_are_refused(tmp_path, prompt):
+    path = write(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "b"}])
+    with pytest.raises(ValueError, match="line 1: a prompt must be a string or a non-empty list of messages"):
+        data.run(["check", path])
 
 
 def test_other_subcommands_and_help(capsys):

@@ -336,6 +336,8 @@ BAD_NAMES = {
     "good.csv,gone.csv": "gone.csv', which does not exist",
     "good.csv,,good.csv": "names '', which does not exist",
     "a\0b": "does not exist",
+    "openai/gsm8k": "fetched with: hf download --repo-type dataset openai/gsm8k --local-dir DIR",
+    "https://host/a.jsonl": "does not exist; data are files here: download it, and name the file",
 }
 
 

@@ -108,7 +108,8 @@ REFUSED = [
     (["plan", "--model", "llama3-8b", "--gpus", "²"], "'²' is not accepted; write a whole number from 1"),
     (["export", "run", "--step", "x"], "argument --step: 'x' is not accepted; write a whole number"),
     (["convert", "verify", "a", "b", "--memory-gib", "1e308"], "'1e308' is not accepted; write a number"),
-    (["train", "--gpus", "2"], 'unrecognized arguments: --gpus, did you mean "--gpu"?'),
+    (["train", "--gpus", "2"], "unrecognized arguments: --gpus; --ranks N says how many processes start"),
+    (["train", "--resume"], "--resume; it is a setting: write run.resume=VALUE"),
 ]
 
 

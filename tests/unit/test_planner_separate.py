@@ -140,7 +140,7 @@ def test_the_command_shows_the_split(capsys):
     assert plan.run(command.split()) == 0
     text = capsys.readouterr().out
     assert "those that score" in text and " reference.devices=" in text
-    (shared,) = [line for line in text.splitlines() if line.startswith("beside ")]
+    (shared,) = [line for line in text.splitlines() if line.startswith("together with ")]
     assert ".devices=" not in shared, "the lines have them"
 
 

@@ -187,6 +187,7 @@ def test_weights_stand_behind_the_last_colon(text, part):
         ("[" * 100_000 + "]" * 100_000, "reward.function='[["),
         (["mtach", "math"], "reward.function='mtach' is unknown, did you mean \"match\"?; choose match"),
         (["gone.py:f:0.5"], "reward.function='gone.py:f': file 'gone.py' does not exist"),
+        ("mine.py", "reward.function='mine.py' names a file and no function; write 'mine.py:NAME'"),
         ("match,last_number", "reward.function='match,last_number' is unknown"),
     ],
     ids=lambda value: str(value)[:40],

@@ -55,7 +55,16 @@ def test_all_wrong_names_and_types_are_said_at_once():
     overrides = {
         "actor": {"lrr": 1, "lr": "fast", "stage_layers": 3},
         "rolout": {"tp": 2},
-        "rollout": {"tp": 2.5, "sleep": "maybe", "stop_token_ids": ["a"], "top_p": None},
+        "rollout": {
+            "tp": 2.5,
+            "sleep": "maybe",
+            "stop_token_ids": ["a"],
+            "top_p": None,
+            "max_prompt_tokens": 8,
+        },
+        "engine": {"lr": 1},
+        "iterations": 3,
+        "actor.devices": "0-3",
         "run": 3,
     }
     with pytest.raises(ValueError) as error:
@@ -64,8 +73,12 @@ def test_all_wrong_names_and_types_are_said_at_once():
     for words in (
         'actor.lrr is no setting, did you mean "lr"?',
         "actor.lr='fast' has a wrong type",
-        "actor.stage_layers=3 has a wrong type",
+        "actor.stage_layers=3 has a wrong type (it is no list); write [3]",
         'rolout is no section, did you mean "rollout"?',
+        "rollout.max_prompt_tokens is no setting; write data.max_prompt_tokens",
+        "engine.lr is no setting; write actor.lr or critic.lr",
+        "iterations is no section; write run.iterations",
+        "actor.devices is no section; a recipe has settings inside their section: actor: {devices: VALUE}",
         "rollout.tp=2.5 has a wrong type",
         "rollout.sleep='maybe'",
         "rollout.stop_token_ids=['a']",
@@ -74,7 +87,7 @@ def test_all_wrong_names_and_types_are_said_at_once():
         "data.train has to be given",
     ):
         assert words in text, words
-    assert text.startswith("10 settings cannot work")
+    assert text.startswith("14 settings cannot work")
 
 
 def test_a_single_problem_is_the_whole_message():

@@ -42,8 +42,7 @@ def check_model(
     except ValueError as error:
         devices = f"{name}.devices={short_repr(model.devices)}, " if model.devices else ""
         found.problems.append(
-            f"{name}.layout={short_repr(model.layout)}, {devices}"
-            f"{counted(world_size, 'rank')} started: {error}"
+            f"{name}.layout={short_repr(model.layout)}, {devices}with {counted(world_size, 'rank')}: {error}"
         )
     if model.path:
         try:

@@ -33,10 +33,7 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
         if section not in merged and (said := _said(str(section), values, known)):
             problems += said
         elif section not in merged:
-            problems.append(
-                f"{short_repr(str(section))[1:-1]} is no section{nearest(str(section), merged)}; "
-                f"the sections are {', '.join(merged)}"
-            )
+            problems.append(_no_section(str(section), merged, known))
         elif not isinstance(values, dict):
             problems.append(
                 f"{section}={short_repr(values)} is no section with settings; give its settings one by one, "
@@ -98,10 +95,7 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
     if name not in known and (said := _said(f"{section_name}.{name}", value, settings, anywhere=True)):
         return "; ".join(said)
     if name not in known:
-        return (
-            f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "
-            f"{section_name} has {', '.join(known)}"
-        )
+        return _no_setting(section_name, name, known, settings)
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     if name in PATHS:
         value = _with_home(value)
@@ -113,11 +107,36 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
             raise ValidationError(f"Value {str(value)!r} is not a valid bool")  # OmegaConf takes every number
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
+        if "ListConfig" in reason and isinstance(value, str | int | float):
+            return (
+                f"{section_name}.{name}={short_repr(value)} has a wrong type (it is no list); write [{value}]"
+            )
         return (
             f"{section_name}.{name}={short_repr(value)} has a wrong type ({reason}); "
             f"give a value like {_example(section, name)}"
         )
     return ""
+
+
+def _no_section(name: str, sections: Collection[str], settings: Collection[str]) -> str:
+    said = f"{short_repr(name)[1:-1]} is no section"
+    if name in settings:
+        section, _, setting = name.partition(".")
+        return f"{said}; a recipe has settings inside their section: {section}: {{{setting}: VALUE}}"
+    if others := _of_that_name(name, settings):
+        return f"{said}; write {others}"
+    return f"{said}{nearest(name, sections)}; the sections are {', '.join(sections)}"
+
+
+def _no_setting(section: str, name: str, known: Collection[str], settings: Collection[str]) -> str:
+    said = f"{section}.{short_repr(name)[1:-1]} is no setting"
+    if others := _of_that_name(name, settings):
+        return f"{said}; write {others}"
+    return f"{said}{nearest(name, known)}; {section} has {', '.join(known)}"
+
+
+def _of_that_name(name: str, settings: Collection[str]) -> str:
+    return " or ".join(setting for setting in settings if setting.partition(".")[2] == name)
 
 
 def _with_home(value: Any) -> Any:

@@ -104,11 +104,19 @@ def _run(given: list[str]) -> int:
         print(verl_megatron.__version__, flush=True)
         return 0
     if name not in COMMANDS:
-        raise ValueError(
-            f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; commands are {', '.join(COMMANDS)}"
-        )
+        raise ValueError(_about_word(name))
     sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
     return COMMANDS[name].load()(given[1:]) or 0
+
+
+def _about_word(word: str) -> str:
+    """Describe a word that is no command: maybe an algorithm."""
+    from verl_megatron.config.algorithm import ALGORITHM_NAMES
+
+    said, algorithm = f"{short_repr(word)} is no command", word.lower().replace("-", "_")
+    if algorithm in ALGORITHM_NAMES:
+        return f"{said}; write {PROGRAM} train --config-name RECIPE algorithm.name={algorithm}"
+    return f"{said}{nearest(word, COMMANDS)}; commands are {', '.join(COMMANDS)}"
 
 
 def _help() -> str:

@@ -81,8 +81,11 @@ def _survey(file: str, model: str, kind: str | None, settings: list[str]) -> tup
     from parallel.weights.remote.models import is_remote, local_folder
     from verl_megatron.data.tokenizer import load_tokenizer
 
-    folder = local_folder(model, weights=False) if is_remote(model) else model
-    tokenizer = load_tokenizer(folder)
+    try:
+        folder = local_folder(model, weights=False) if is_remote(model) else model
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"--model {short_repr(model)}: {error}") from None
     return kind, survey(config, tokenizer, vocab_size=read_architecture(folder).vocab_size)
 
 

@@ -12,13 +12,13 @@ Prints the mean score of the responses of MODEL to PROMPTS, a data file as for t
 """
 COMMON = """\
 Settings are those of `verl-megatron train`, such as rollout.max_tokens=512 data.prompt_key=question.
-data.validation_temperature=0 is greedy and the default; with --samples above 1 give a higher one.
+data.validation_temperature is 1 by default, as in the validation of a run; 0 is greedy.
 """
 ARGUMENTS = {"actor.path": "MODEL", "data.validation": "PROMPTS", "reward.function": "--reward"}
 PLACES = "outputs/toy/ppo/actor outputs/toy/val.jsonl"
 GENERATE_EXAMPLES = (
     f"{PLACES} --out samples.jsonl",
-    f"{PLACES} --out samples.jsonl --samples 4 data.validation_temperature=1 rollout.max_tokens=8",
+    f"{PLACES} --out samples.jsonl --samples 4 data.validation_temperature=0.7 rollout.max_tokens=8",
 )
 EVALUATE_EXAMPLES = (
     f"{PLACES} --reward match",

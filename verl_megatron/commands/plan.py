@@ -367,7 +367,7 @@ def run(arguments: list[str]) -> int:
         print(search_text(result, best=given.best, machine=machine))
         if result.fitting:
             chosen = tuple(result.fitting[0].settings)
-            print(f"\nbeside {' '.join(common_settings(config, chosen=chosen))}")
+            print(f"\ntogether with {' '.join(common_settings(config, chosen=chosen))}")
         if given.json:
             given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
         return 0 if result.fitting else 1

@@ -190,7 +190,7 @@ OLDER: Table = {
         ),
         row("offload_folder", "`reshard.offload`", "to host memory, not to disks"),
         row("dp_size tp_size pp_size", "`actor.layout`", "such as `tp2pp2dp2`"),
-        row("hybrid_engine", "", "vLLM is always on the actor's ranks"),
+        row("hybrid_engine", "rollout.devices", "empty: vLLM on the actor's ranks"),
         row("enable_recompute mixed_precision", "engine.recompute engine.dtype"),
     )
 }

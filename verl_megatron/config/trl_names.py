@@ -44,7 +44,7 @@ TRL: Table = {
         row(
             "vllm_importance_sampling_correction vllm_importance_sampling_mode",
             "`algorithm.correction`, `algorithm.correction_level`",
-            "TRL's default is `sequence_mask`, ours `none`",
+            "TRL's default is `sequence_mask`; here off, unless `async.max_staleness` is above 0",
         ),
         row(
             "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
@@ -64,16 +64,17 @@ TRL: Table = {
         ),
         row("max_completion_length", "rollout.max_tokens"),
         row(
-            "temperature top_p top_k",
-            "rollout.temperature rollout.top_p rollout.top_k",
-            "no top-k is -1 here, 0 in TRL",
+            "temperature top_p",
+            "rollout.temperature rollout.top_p",
         ),
+        row("top_k", "rollout.top_k", "no top-k is -1 here, 0 in TRL"),
         row(
             "min_p repetition_penalty generation_kwargs",
             "",
             "they change probabilities that training repeats",
         ),
-        row("use_vllm vllm_mode", "", "always vLLM in the trainer's ranks"),
+        row("use_vllm", "", "always vLLM"),
+        row("vllm_mode", "rollout.devices", "`colocate` by default; `server`: ranks that only generate"),
         row("vllm_tensor_parallel_size", "rollout.tp"),
         row("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
         row("vllm_max_model_length", "", "it is `data.max_prompt_tokens` + `rollout.max_tokens`"),
@@ -140,6 +141,7 @@ TRL: Table = {
     "All trainers": (
         row("model_name_or_path", "actor.path"),
         row("train_dataset eval_dataset", "data.train data.validation"),
+        row("dataset_name", "data.train", "a file; fetch a data set of the hub with hf download"),
         row("learning_rate", "`actor.lr`", "and `critic.lr`"),
         row("lr_scheduler_type", "engine.lr_decay_style", "default constant here, linear in TRL"),
         row("warmup_steps", "engine.lr_warmup_steps"),
@@ -161,7 +163,7 @@ TRL: Table = {
         row("load_best_model_at_end", "run.keep_best_k", "keeps the best checkpoints"),
         row("report_to", "run.track_metrics"),
         row("run_name", "run.output_dir", "its last part names the run"),
-        row("log_completions", "", "validation answers are kept: validation/step_N.jsonl"),
+        row("log_completions", "rollout.record_interval", "in samples/; validation answers in validation/"),
         row("per_device_eval_batch_size", "", "all validation rows are taken at once"),
         row("deepspeed fsdp fsdp_config", "`engine.sharding=full`", "weights, gradients and optimizer"),
         row("use_peft lora_r", "", "all weights are trained"),

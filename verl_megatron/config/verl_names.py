@@ -60,7 +60,7 @@ VERL: Table = {
         row(
             "arr.ref.megatron.tensor_model_parallel_size arr.ref.megatron.pipeline_model_parallel_size",
             "actor.layout",
-            "the reference has the actor's",
+            "also the reference's; on ranks of its own `reference.layout`",
         ),
         row(
             "reward_model.megatron.tensor_model_parallel_size "
@@ -258,7 +258,7 @@ VERL: Table = {
             "it is `data.max_prompt_tokens` + `rollout.max_tokens`",
         ),
         row("arr.rollout.load_format", "", "vLLM gets its weights from the actor"),
-        row("arr.rollout.name arr.rollout.mode", "", "vLLM in the ranks of the trainer"),
+        row("arr.rollout.name arr.rollout.mode", "", "always vLLM, in the ranks of the run"),
         row("arr.rollout.multi_turn.enable arr.rollout.agent.num_workers", "", "one turn a sample"),
         row("arr.rollout.calculate_log_probs", "", "always so"),
     ),
@@ -318,7 +318,7 @@ VERL: Table = {
         row(
             "trainer.nnodes trainer.n_gpus_per_node",
             "`NNODES`, `GPUS`",
-            "environment of recipes and launchers",
+            "environment of recipes and launchers; `--ranks` of `verl-megatron train`",
         ),
         row("trainer.log_val_generations", "", "all are kept: validation/step_N.jsonl"),
         row("trainer.device", "", "GPUs where there are some, else the CPU"),

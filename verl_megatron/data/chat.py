@@ -66,16 +66,24 @@ def are_turns(response: Any) -> bool:
     return all(isinstance(message, dict) and message.get("role") == "assistant" for message in response)
 
 
+def check_form(messages: Any) -> None:
+    """Raise a ValueError if `messages` are no list of messages with role and content."""
+    if not (
+        isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    ):
+        raise ValueError(f"{_NO_PROMPT}, got {short_repr(messages)}")
+    for number, message in enumerate(messages, start=1):
+        if "role" not in message or not ("content" in message or message.get("tool_calls")):
+            raise ValueError(f"{_NO_PROMPT}, and message {number} is {short_repr(message)}")
+
+
 def checked(messages: Any, template: str) -> Messages:
     """Normalize `messages` for the template: join text parts into one string, drop empty keys.
 
     Raises:
         ValueError: not a list of messages, or a role or content that the template would drop or fail on.
     """
-    if not (
-        isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-    ):
-        raise ValueError(f"{_NO_PROMPT}, got {short_repr(messages)}")
+    check_form(messages)
     return [
         _checked(message, f"message {number}", template) for number, message in enumerate(messages, start=1)
     ]
@@ -83,8 +91,6 @@ def checked(messages: Any, template: str) -> Messages:
 
 def _checked(message: Message, which: str, template: str) -> Message:
     role = message.get("role")
-    if "role" not in message or not ("content" in message or message.get("tool_calls")):
-        raise ValueError(f"{_NO_PROMPT}, and {which} is {short_repr(message)}")
     if not isinstance(role, str) or not (
         role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template
     ):

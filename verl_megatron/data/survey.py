@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
-from verl_megatron.data.chat import split_answer
+from verl_megatron.data.chat import check_form, split_answer
 from verl_megatron.data.columns import Columns
 from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.pairs import READERS
@@ -114,6 +114,8 @@ def survey_rows(config: DataSection) -> Survey:
             try:
                 values = {name.removesuffix("_key"): columns.value(row, name) for name in needed}
                 prompt, _ = split_answer(values["chosen" if is_paired else "prompt"])
+                if not isinstance(prompt, str):
+                    check_form(prompt)
             except ValueError as error:
                 raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
             rows += 1

@@ -28,7 +28,9 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
+from verl_megatron.config import SCHEMAS
 from verl_megatron.config.names import name_here
+from verl_megatron.config.section import names_of
 from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
 from verl_megatron.launch.merging import make_room, merged
 from verl_megatron.launch.options import Options
@@ -43,6 +45,7 @@ FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
     "--verify": "run.resume=verify",
 }
+COUNTS_OF_RANKS = ("gpus", "num_gpus", "n_gpus_per_node", "nproc_per_node", "num_processes")  # elsewhere
 QUIET = [
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
@@ -228,7 +231,17 @@ def _about_option(argument: str, options: list[str]) -> str:
         return f"{said}; settings have no dashes: write {setting}={value or 'VALUE'}"
     if theirs := name_here(setting):
         return f"{said}: {theirs}, as SECTION.SETTING=VALUE"
+    if setting in COUNTS_OF_RANKS and "--ranks" in options:
+        return f"{said}; --ranks N says how many processes start, each with a GPU"
+    ours = [f"{each}={value or 'VALUE'}" for each in every_setting() if each.partition(".")[2] == setting]
+    if ours:
+        return f"{said}; it is a setting: write {' or '.join(ours)}"
     return f"{said}{nearest(name, options)}; options are {', '.join(options)}"
+
+
+def every_setting() -> list[str]:
+    """Return the names of all settings of all commands, such as run.seed."""
+    return sorted({name for schema in SCHEMAS.values() for name in names_of(schema)})
 
 
 def _about_word(word: str) -> str:

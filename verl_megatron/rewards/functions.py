@@ -85,6 +85,8 @@ def load_reward(spec: str, options: Mapping[str, Any] | None = None) -> Call:
     if name.startswith("//"):
         raise ValueError(f"{setting} is no address of a server; write http://HOST:PORT/PATH, or https")
     if not colon or not path or not name:
+        if spec.endswith(".py"):
+            raise ValueError(f"{setting} names a file and no function; write {short_repr(spec + ':NAME')}")
         known = f"choose {', '.join(REWARDS)} or path.py:function"
         raise ValueError(f"{setting} is unknown{nearest(spec.lower(), REWARDS)}; {known}")
     try:

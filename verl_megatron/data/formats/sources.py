@@ -178,11 +178,23 @@ def _some(names: list[str]) -> str:
     return ", ".join(short_repr(name)[1:-1] for name in names[:8]) + ", ..." * (len(names) > 8)
 
 
+def _how_to_fetch(path: str) -> str:
+    """Return what to do about an address, or a data set of the Hugging Face hub; data are not fetched."""
+    if "://" in path:
+        return "data are files here: download it, and name the file"
+    if re.fullmatch(r"[\w-]+/[\w-]+", path) and not Path(path).parent.exists():
+        command = f"hf download --repo-type dataset {path} --local-dir DIR"
+        return f"a data set of the hub is fetched with: {command}"
+    return ""
+
+
 def _recognized(path: str | Path) -> str:
     """Return the format of a file; ValueError (a clause) if it is none that is read."""
     try:
         with json_lines.opened(path) as file:
             head = file.peek(512)[:512]
+    except FileNotFoundError:
+        raise ValueError(f"does not exist; {_how_to_fetch(str(path)) or NAME_ONE}") from None
     except (OSError, ValueError) as error:
         raise ValueError(json_lines.read_problem(error).replace("name a .jsonl file", NAME_ONE)) from None
     suffix = Path(path).suffix.lower()
