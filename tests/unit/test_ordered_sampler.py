@@ -37,6 +37,11 @@ class Link:
         self.orders.append(order)
         return len(self.orders) - 1
 
+    def forget(self, number):
+        self.orders[number] = None  # everybody has received its samples
+        if not self.alive:
+            raise BridgeLostError("the rollout world has ended")
+
     def receive(self, number, order):
         if not self.alive:
             raise BridgeLostError("the rollout world has ended")

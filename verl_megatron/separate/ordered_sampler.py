@@ -4,6 +4,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -260,6 +261,8 @@ class OrderedSampler(RemoteSampler):
                 self._fleet.lose(part.place, str(error))
                 self._admit(since)
                 continue
+            with suppress(BridgeLostError):  # noticed with the next order
+                self._fleet.links[part.place].forget(part.number)
             self._waiting = [other for other in self._waiting if other is not part]
             if part.order.iteration:
                 self._arrived(part, cursor)
