@@ -53,13 +53,14 @@ class SavedState(Progress):
     def _rank_state(self) -> dict:
         sampler = self.run.sampler
         in_flight = sampler.state_dict() if isinstance(sampler, RemoteSampler) else {}
-        return super()._rank_state() | {"in_flight": in_flight}
+        return super()._rank_state() | {"in_flight": in_flight, "made_with": self._made_with()}
 
     def _restore_rank_state(self, saved: dict) -> None:
         super()._restore_rank_state(saved)
         if isinstance(self.run.sampler, RemoteSampler):
             if in_flight := saved.get("in_flight"):
-                self.run.sampler.load_state_dict(in_flight)
+                usable = "made_with" not in saved or _made_with(saved) == self._made_with()
+                self.run.sampler.load_state_dict(in_flight, usable=usable)
 
     def done(self, metrics: dict[str, float]) -> None:
         """Count a completed iteration; see `Progress.done`."""
@@ -81,7 +82,7 @@ class SavedState(Progress):
             "cursor": self.cursor.state_dict(),
         }
         if isinstance(self.run.sampler, RemoteSampler):
-            rank_state["taken"] = self.run.sampler.taken()
+            rank_state["taken"] = self.run.sampler.spent()
         path = self._newest
 
         def add(ranks: RankSet) -> None:

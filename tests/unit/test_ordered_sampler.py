@@ -15,7 +15,7 @@ from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.rollout.sampling import Generation, Sampling
 from verl_megatron.separate.ordered_sampler import OrderedSampler
 from verl_megatron.separate.orders import Samples, shares_of
-from verl_megatron.separate.remote_sampler import Demand
+from verl_megatron.separate.remote_sampler import Demand, Resumed
 
 P, LAST = 6, 10
 DRAW = Draw(num_prompts=P, samples_per_prompt=1, sampling=Sampling(max_tokens=4))
@@ -36,6 +36,11 @@ class Link:
         assert order.version == self.version  # its weights are ordered first
         self.orders.append(order)
         return len(self.orders) - 1
+
+    def forget(self, number):
+        self.orders[number] = None  # everybody has received its samples
+        if not self.alive:
+            raise BridgeLostError("the rollout world has ended")
 
     def receive(self, number, order):
         if not self.alive:
@@ -148,3 +153,74 @@ def test_samples_wait_for_a_world_that_can_get_their_version():
         assert batch.source_id.tolist() == [P + i for i in range(P)]
         waits += fleet.waits
     assert waits > 0
+
+
+class FollowedFleet(Fleet):
+    """Worlds may be followed by others, which may end at once, before anybody has noticed their end."""
+
+    def admit_any(self):
+        for place in [place for place in self.links if self.random.random() < 0.3]:
+            self.links[place].alive = False
+            self.lose(place, "another has joined")
+        return super().admit_any()
+
+
+def sampler_of(fleet, staleness):
+    cursor = PromptCursor(num_prompts=7, seed=1)
+    demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST)
+    return OrderedSampler(fleet, demand, keeps_all=True), TrainingPrompts([], cursor)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_worlds_that_others_follow_leave_their_shares_to_others(seed):
+    fleet = FollowedFleet(seed, deaths=0.2)
+    sampler, source = sampler_of(fleet, staleness=2)
+    for iteration in range(1, LAST + 1):
+        batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        assert batch.source_id.tolist() == [iteration * P + i for i in range(P)]
+        fleet.published(iteration)
+        sampler.published(iteration, is_sent=True)
+    assert fleet.num_lost
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_checkpoint_between_collection_and_update_is_of_the_iteration_before(
+    staleness, is_attached, usable
+):
+    """After SIGTERM; without the attached samples they are collected again."""
+    at, fleet = 4, Fleet(1, deaths=0.0)
+    sampler, source = sampler_of(fleet, staleness)
+    for iteration in range(1, at + 2):
+        drawn_from = source.cursor.state_dict()
+        batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        if iteration <= at:
+            fleet.published(iteration)
+            sampler.published(iteration, is_sent=True)
+    state, after = sampler.state_dict(), source.cursor.state_dict()
+    known = [found["iteration"] for found in state["iterations"]]
+    assert known == ([at + 1, at + 2] if staleness else []), "of weights that no checkpoint has"
+    fleet = Fleet(1, deaths=0.0)
+    sampler, source = sampler_of(fleet, staleness)
+    fleet.published(at)
+    sampler.published(at, is_sent=True)
+    sampler.load_state_dict(state, usable=usable)
+    source.cursor.load_state_dict(drawn_from)
+    begin = at + 1
+    if is_attached:
+        sampler.begin(at + 2, after, Resumed(num_samples=len(batch)))
+        source.cursor.load_state_dict(after)
+        fleet.published(at + 1)
+        sampler.published(at + 1, is_sent=True)
+        begin = at + 2
+    for iteration in range(begin, LAST + 1):
+        batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        is_known = usable and iteration in known
+        oldest = iteration - 1 - staleness if is_known else at
+        assert set(batch.policy_version.tolist()) == {max(oldest, iteration - 1 - staleness)}
+        sampler.score(batch, sums := Sums())
+        found = sums.reduce(ONE_RANK)
+        assert found["async/samples_trained"] == iteration * P
+        fleet.published(iteration)
+        sampler.published(iteration, is_sent=True)

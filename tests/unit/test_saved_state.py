@@ -6,6 +6,7 @@ Whole runs are in tests/end_to_end/test_restart.py.
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from verl_megatron.lifecycle.progress import differences
 from verl_megatron.manifest import samples_problem
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.saved_state import SavedState, _merged
+from verl_megatron.separate.remote_sampler import RemoteSampler
 
 
 def test_the_same_bits_or_near_enough():
@@ -114,6 +116,19 @@ def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, ex
     )
     state._resume_samples(Path())
     assert state._resumed.batch.sample_id.tolist() == expected and state._resumed.table == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("made_with", "usable"),
+    [({}, True), ({"data": {"validation_rows": 8}}, True), ({"data": {"validation_samples": 9}}, False)],
+)
+def test_samples_in_flight_are_used_if_they_would_be_made_alike(state, monkeypatch, made_with, usable):
+    """An older checkpoint does not tell how they were made."""
+    monkeypatch.setattr("parallel.checkpoint.random_state.set_rng_state", lambda saved: None)
+    state.run.sampler = sampler = create_autospec(RemoteSampler, instance=True)
+    told = {"made_with": made_with} if made_with else {}
+    state._restore_rank_state({"in_flight": {"next": 3}} | told)
+    sampler.load_state_dict.assert_called_once_with({"next": 3}, usable=usable)
 
 
 def test_only_the_first_attempt_begins_anew(state, monkeypatch):

@@ -50,13 +50,13 @@ class Link:
             raise BridgeLostError("the rollout world has ended")
         for index in (index for own in order.indices for index in own):
             number = order.block.first + index
-            assert number not in self.groups
+            assert not any(number in link.groups for link in self.fleet.links.values() if link.alive)
             self.groups[number] = self.version
             self.given.append(number)
             self.fleet.prompt_of[number] = self.fleet.prompt(order.block, index)
 
     def fetch(self, replicas, *, waits):
-        assert list(replicas) == [0, 1]
+        assert list(replicas) == [0, 1] and self in self.fleet.links.values()
         if not self.alive:
             raise BridgeLostError("the rollout world has ended")
         able = [number for number in self.groups if number not in self.fleet.stuck]
@@ -116,6 +116,7 @@ class Fleet:
         self.links = {0: Link(self, self.random)}
         self.all_links, self.prompt_of = [self.links[0]], {}
         self.num_lost = self.num_ended = self.told_lost = 0
+        self.chores: list = []
         self.stuck = {}  # number of a group → how often training looks again before it can be complete
 
     def prompt(self, block, index):
@@ -239,7 +240,7 @@ def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed, interval):
             iteration = at + 1
         used[iteration] = one_iteration(fleet, sampler, source, iteration, 2, interval)
         if saved is not None and saved[1] == iteration - 1:
-            saved = (*saved[:3], (sampler.taken(), source.cursor.state_dict()))
+            saved = (*saved[:3], (sampler.spent(), source.cursor.state_dict()))
         if draw.random() < 0.5:
             saved = sampler.state_dict(), iteration, source.cursor.state_dict(), None
         iteration += 1
@@ -310,3 +311,43 @@ def test_a_reward_that_always_fails_ends_the_run_by_name():
     batch = sampler.collect(source, DRAW, iteration=1, version=0)
     with pytest.raises(RefusalError, match="the reward failed on all"):
         sampler.score(batch, Sums())
+
+
+class FollowedFleet(Fleet):
+    """Worlds may be followed by others, several at once, before anybody has noticed their end."""
+
+    def admit_any(self):
+        for place in [place for place in self.links if self.random.random() < 0.2]:
+            self.links[place].alive = False
+            self.lose(place, "another has joined")
+        joined = [place for place in (0, 1) if place not in self.links and self.random.random() < 0.6]
+        joined = joined or [0, 1] * (not self.links)
+        for place in joined:
+            self.links[place] = Link(self, self.random)
+        for link in self.links.values():
+            link.alive = link.alive and self.random.random() >= self.deaths  # noticed when it is asked
+        return joined
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_worlds_that_others_follow_leave_each_group_to_one(seed):
+    fleet = FollowedFleet(seed, speed=0.2, deaths=0.3)
+    sampler, source = sampler_of(fleet, staleness=2)
+    used = [one_iteration(fleet, sampler, source, iteration, 2) for iteration in range(1, LAST + 1)]
+    assert sorted(sum(used, [])) == list(range(P * LAST))
+
+
+def test_validation_neither_lengthens_the_lead_nor_takes_metrics_away():
+    fleet = Fleet(1, speed=1.0)
+    sampler, source = sampler_of(fleet, staleness=4)
+    validated = Draw(num_prompts=5, samples_per_prompt=SAMPLES, sampling=Sampling(max_tokens=4))
+    for iteration in range(1, LAST + 1):
+        fleet.speed = 0.01  # validation takes long, and training's groups with it
+        answers = sampler.collect(object(), validated, iteration=0, version=iteration - 1)
+        fleet.speed = 1.0
+        sampler.score(answers, Sums())
+        batch = sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        sampler.score(batch, sums := Sums())
+        assert sums.reduce(ONE_RANK)["async/interrupted"] > 100, "two of each reply, also of validation's"
+        fleet.publish(iteration, sampler)
+    assert sampler.state_dict()["lead"] == P

@@ -29,6 +29,7 @@ from verl_megatron.separate.orders import (
     Samples,
     SourceShards,
     StreamOrder,
+    cursor_key,
     fetch_key,
     order_key,
     owner_of,
@@ -37,6 +38,7 @@ from verl_megatron.separate.orders import (
 from verl_megatron.separate.weights import send_versions
 
 Keep = Callable[[int, Parameters], None]  # version, snapshot
+KEPT = 4  # questions for samples that stay in the store; no replica looks at one as old
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +197,8 @@ class RolloutLink:
         number, self._num_fetches = self._num_fetches, self._num_fetches + 1
         for replica in replicas:
             self.bridge.put(fetch_key(replica, number), WAITS if waits else b"")
+            if number >= KEPT:
+                self.bridge.drop(fetch_key(replica, number - KEPT))
         owners = self.bridge.serving_ranks[:: self._tp]
         replies: list[Reply] = []
         received_s = 0.0
@@ -220,6 +224,16 @@ class RolloutLink:
             self.received_s += self._parcels.receive_s
         self.has_served = True
         return samples
+
+    def forget(self, number: int) -> None:
+        """Drop what the store has of an order whose samples all ranks have received.
+
+        Raises:
+            BridgeLostError: the rollout world has ended.
+        """
+        if self.bridge.rank == 0:
+            self.bridge.drop(order_key(number))
+            self.bridge.drop(cursor_key(number))
 
     def has_made(self, number: int, order: Order) -> bool:
         """Whether `receive` need not wait for the rollout world; errors as of `receive`."""

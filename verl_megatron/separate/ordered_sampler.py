@@ -3,7 +3,8 @@
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, Numbers, batch_of
 from verl_megatron.separate.fleet import Fleet
+from verl_megatron.separate.link import RolloutLink
 from verl_megatron.separate.orders import Order, Samples, cursor_key
 from verl_megatron.separate.remote_sampler import NOTHING, Counts, Demand, RemoteSampler, Resumed
 
@@ -31,6 +33,7 @@ class _Part:
     order: Order
     home: int  # place of the world whose share it is
     place: int = -1  # of the world that makes it
+    link: RolloutLink | None = None  # to that world; another means that it has ended
     number: int = -1  # of its order there
     samples: list[Samples] | None = None  # this rank's; None: they have not arrived
     early: list[Samples] | None = None  # the same, before all ranks have theirs
@@ -81,6 +84,7 @@ class OrderedSampler(RemoteSampler):
         self._waiting: list[_Part] = []  # whose samples are missing, in the order in which they were given
         self._collections: dict[int, _Collection] = {}  # ordered and not collected, by iteration
         self._restored: dict[int, _Collection] = {}  # by iteration, from a checkpoint
+        self._present: dict[int, _Collection] = {}  # the last one, by iteration, if it is not trained on
         self._received: list[Samples] = []  # of the last collection
         self._behind = 0  # versions, of the last collection
         self._receiving: _Part | None = None
@@ -93,6 +97,7 @@ class OrderedSampler(RemoteSampler):
 
     def published(self, version: int, *, is_sent: bool) -> None:
         super().published(version, is_sent=is_sent)
+        self._present = {}
         if self._first is not None:
             self._order_until(version + 1 + self._max_staleness)
 
@@ -102,6 +107,7 @@ class OrderedSampler(RemoteSampler):
         assert collection.cursor is not None
         cursor.advance(collection.cursor)
         self._behind = self._iteration - 1 - collection.version
+        self._present = {self._iteration: collection}
         batch = self._take(collection, self._draw)
         if self.follower is not None:
             self.follower.collected(self._iteration, batch)
@@ -158,16 +164,18 @@ class OrderedSampler(RemoteSampler):
             if self._collections[iteration].version < self._newest:
                 self._receive(self._collections[iteration])
                 self._restored[iteration] = self._collections.pop(iteration)
+        present = {at: found for at, found in self._present.items() if found.version < self._newest}
         iterations = []
-        for iteration, found in self._restored.items():
+        for iteration, found in (present | self._restored).items():
             samples = [asdict(part) for part in found.samples]
             iterations.append(
                 {"iteration": iteration, "version": found.version, "samples": samples, "cursor": found.cursor}
             )
-        return {"iterations": iterations, "counts": asdict(self._counts)}
+        return {"iterations": iterations, "counts": self._saved_counts()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these samples, unless they are older than allowed now."""
+    def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
+        if "iterations" not in state:  # of a run with async.buffer=window
+            return
         self._counts = Counts(**state["counts"])
         # Those of iterations that begin now are made again.
         self._counts.sampled = self._counts.trained + self._counts.dropped
@@ -176,9 +184,8 @@ class OrderedSampler(RemoteSampler):
             restored = _Collection(version=saved["version"], restored=samples, cursor=saved["cursor"])
             self._restored[saved["iteration"]] = restored
             self._counts.sampled += restored.num_samples
-        if any(
-            iteration - 1 - found.version > self._max_staleness for iteration, found in self._restored.items()
-        ):
+        restored = self._restored.items()
+        if not usable or any(at - 1 - found.version > self._max_staleness for at, found in restored):
             self._drop_restored(lambda _: True)
 
     def _drop_restored(self, is_dropped: Callable[[int], bool]) -> None:
@@ -227,11 +234,13 @@ class OrderedSampler(RemoteSampler):
 
     def _give(self, part: _Part) -> None:
         """Give an order to the world whose share it is; if that is not there, to the one with least to do."""
-        fleet, version, part.place = self._fleet, part.order.version, -1
+        fleet, version, part.place, part.link = self._fleet, part.order.version, -1, None
         while not (able := [place for place in fleet.links if fleet.can_provide(place, version)]):
-            self._give_again(self._joined(fleet.admit_able(version)))
-        load = Counter(other.place for other in self._waiting)
+            self._joined(fleet.admit_able(version))
+            self._deal_again()
+        load = Counter(other.place for other in self._waiting if not self._is_stranded(other))
         part.place = part.home if part.home in able else min(able, key=lambda each: (load[each], each))
+        part.link = fleet.links[part.place]
         try:
             fleet.provide(part.place, version)
             part.number = fleet.links[part.place].give(part.order)
@@ -249,8 +258,11 @@ class OrderedSampler(RemoteSampler):
             try:
                 part.samples, cursor = together(self.world, partial(self._receive_part, part))
             except BridgeLostError as error:
-                self._deal_again(part.place, str(error), since)
+                self._fleet.lose(part.place, str(error))
+                self._admit(since)
                 continue
+            with suppress(BridgeLostError):  # noticed with the next order
+                self._fleet.links[part.place].forget(part.number)
             self._waiting = [other for other in self._waiting if other is not part]
             if part.order.iteration:
                 self._arrived(part, cursor)
@@ -272,8 +284,8 @@ class OrderedSampler(RemoteSampler):
         if self.follower is None or now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
-        for place, link in self._fleet.links.items():
-            missing = [part for part in self._waiting if part.place == place and part.early is None]
+        for link in self._fleet.links.values():
+            missing = [part for part in self._waiting if part.link is link and part.early is None]
             part = min(missing, key=lambda part: part.number, default=None)
             if part is None or part is self._receiving or part.number < 0 or not part.order.iteration:
                 continue
@@ -308,25 +320,20 @@ class OrderedSampler(RemoteSampler):
         if following is not None:  # another world would not know where to draw from
             following.order = replace(following.order, cursor=cursor)
 
-    def _deal_again(self, place: int, reason: str, since: float) -> None:
-        """Deal the missing shares of a world that has ended out to others, or to the one that follows it."""
-        orphans = [part for part in self._waiting if part.place == place]
-        for part in orphans:
-            part.place, part.early = -1, None
-            self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
-        self._fleet.lose(place, reason)
-        self._admit(since)
-        for part in orphans:
-            self._give(part)
-
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
-        self._give_again(self._joined(self._fleet.admit_any(), since))
+        self._joined(self._fleet.admit_any(), since)
+        self._deal_again()
 
-    def _give_again(self, places: Sequence[int]) -> None:
-        """Give what was ordered of the worlds that were in these places before."""
-        for part in [part for part in self._waiting if part.place in places]:
+    def _deal_again(self) -> None:
+        """Deal the missing shares of worlds that have ended out to others, or to those that follow them."""
+        while (part := next(filter(self._is_stranded, self._waiting), None)) is not None:
+            part.early = None
+            self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
             self._give(part)
+
+    def _is_stranded(self, part: _Part) -> bool:
+        return part.link is not None and self._fleet.links.get(part.place) is not part.link
 
 
 def _batch_of(samples: list[Samples], draw: Draw, version: int) -> RolloutBatch:

@@ -54,7 +54,7 @@ class Resumed:
     """A collection that a checkpoint holds."""
 
     num_samples: int = 0  # of this rank
-    groups: Sequence[int] = ()  # as of `RemoteSampler.taken`
+    groups: Sequence[int] = ()  # as of `RemoteSampler.spent`
 
 
 NOTHING = Resumed()
@@ -97,6 +97,7 @@ class RemoteSampler(ABC):
             0  # prompts whose samples a world that ended has not made, since the last collection
         )
         self._iteration = 0  # of the last collection; 0: validation's
+        self._untrained = 0  # this rank's samples of it that are not trained on
         self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
         self.follower: Follower | None = None
 
@@ -110,7 +111,7 @@ class RemoteSampler(ABC):
         Args:
             is_sent: to the rollout worlds.
         """
-        self._newest = version
+        self._newest, self._untrained = version, 0
 
     def collect(
         self,
@@ -132,6 +133,7 @@ class RemoteSampler(ABC):
         if not isinstance(source, TrainingPrompts):
             return self._collect_validation(draw, version)
         batch = self._collect_training(source.cursor)
+        self._untrained = len(batch)
         self._counts.trained += len(batch)
         self._counts.check(self._in_flight())
         return batch
@@ -158,17 +160,32 @@ class RemoteSampler(ABC):
             resumed: the collection of the iteration before.
         """
 
-    def taken(self) -> list[int]:
-        """Return the numbers of the groups of the last collection, where it is not known which they are."""
+    def spent(self) -> list[int]:
+        """Return the numbers of groups that nobody needs any more, where it is not known which they are.
+
+        These are the groups of the last collection, and those that were dropped since the one before it.
+        """
         return []
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of samples in flight on this rank."""
+        """Return what a checkpoint needs of samples in flight on this rank.
+
+        It is that before the last collection, if this is not trained on: a checkpoint is of the end of an
+        iteration.
+        """
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the samples of a checkpoint, unless they are older than allowed now."""
+    def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
+        """Go on with the samples of a checkpoint, unless they are older than allowed now.
+
+        Args:
+            usable: whether samples would be made alike now; if not, they are made again.
+        """
+
+    def _saved_counts(self) -> dict[str, int]:
+        """Return the counts for `state_dict`."""
+        return asdict(self._counts) | {"trained": self._counts.trained - self._untrained}
 
     @abstractmethod
     def _in_flight(self) -> int:

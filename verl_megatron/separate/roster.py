@@ -160,6 +160,7 @@ class Roster(ABC, Generic[AnyLink]):
             for place, number in self._arrivals():
                 if place in self.links:
                     self.lose(place, "another has joined")
+                    joined = [other for other in joined if other != place]
                 self._numbers[place] = number
                 try:
                     self.links[place] = link = together(self.world, partial(self._connect, place, number))

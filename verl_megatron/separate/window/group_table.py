@@ -1,7 +1,7 @@
-"""The groups of async.buffer=window that are ordered and not trained on: what is known of each, how many."""
+"""The groups of async.buffer=window that are drawn and not trained on: what is known of each, how many."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,10 +28,10 @@ class Arrival:
 
 @dataclass(kw_only=True)
 class Entry:
-    """A group that has been ordered and not trained on; the same on every rank."""
+    """A group that has been drawn and not trained on; the same on every rank."""
 
     block: Block
-    version: int  # newest when it was ordered
+    version: int | None = None  # newest when it was ordered; None: it has to be ordered, or ordered again
     place: int = -1  # of the world that makes it; -1: none yet
     replica: int = 0
     arrival: Arrival | None = None  # None: it is not complete
@@ -64,17 +64,28 @@ class GroupTable:
         """The groups that are not validation's."""
         return {number: entry for number, entry in self.entries.items() if number < VALIDATION}
 
+    @property
+    def started(self) -> dict[int, int]:
+        """The version with which each group was ordered, without validation's."""
+        training = self.training.items()
+        return {number: entry.version for number, entry in training if entry.version is not None}
+
+    @property
+    def waiting(self) -> dict[int, Block]:
+        """The blocks of groups that have to be ordered, by number."""
+        return {number: self.entries[number].block for number in sorted(self.training.keys() - self.started)}
+
     def load(self) -> Counter[tuple[int, int]]:
         """Return the number of incomplete groups by place and replica."""
         running = (entry for entry in self.entries.values() if entry.arrival is None)
         return Counter((entry.place, entry.replica) for entry in running)
 
-    def incomplete(self, place: int | None = None) -> dict[int, Block]:
-        """Return the blocks of incomplete groups by number: all, or those of a world."""
+    def stranded(self, here: Collection[int]) -> dict[int, Block]:
+        """Return the blocks, by number, of incomplete groups that were ordered of places not `here`."""
         return {
             number: entry.block
             for number, entry in self.entries.items()
-            if entry.arrival is None and place in (None, entry.place)
+            if entry.arrival is None and entry.version is not None and entry.place not in here
         }
 
     def complete(self, arrival: Arrival) -> None:
@@ -91,7 +102,7 @@ class GroupTable:
         Args:
             later: iterations after this one in which groups of a version can be used.
         """
-        later_of = {number: later(entry.version) for number, entry in self.training.items()}
+        later_of = {number: later(version) for number, version in self.started.items()}
         complete = [number for number in self._complete if number in later_of]
         if len(complete) < wanted:
             return None
@@ -132,6 +143,29 @@ class GroupTable:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
+    def too_old(self, wanted: int, *, last: Callable[[int], int], iteration: int) -> list[int]:
+        """Return the complete groups that are left over when their last iteration is over.
+
+        Args:
+            wanted: groups of an iteration.
+            last: iteration in which groups of a version can be used.
+            iteration: the next one.
+        """
+        version_of, found, num_used = self.started, [], 0
+        complete = [number for number in self._complete if number in version_of]
+        for number in sorted(complete, key=lambda number: version_of[number]):
+            if last(version_of[number]) < iteration + num_used // wanted:
+                found.append(number)
+            else:
+                num_used += 1
+        return found
+
+    def make_again(self, number: int) -> GroupSamples | None:
+        """Let a group wait to be ordered; return its samples if they are this rank's."""
+        block, own = self.entries[number].block, self.forget(number)
+        self.entries[number] = Entry(block=block)
+        return own
+
     def state_dict(self) -> dict[str, Any]:
         """Return the groups to train on, and this rank's samples."""
         training = self.training
@@ -153,8 +187,9 @@ class GroupTable:
             for first, count, cursor in state["blocks"]
         }
         for number, first, version, arrival in state["groups"]:
-            known = Arrival(**arrival) if arrival else None
-            self.entries[number] = Entry(block=blocks[first], version=version, arrival=known)
+            entry = self.entries[number] = Entry(block=blocks[first])
+            if arrival:
+                entry.version, entry.arrival = version, Arrival(**arrival)
         self._complete = list(state["complete"])
         self.own = {found["number"]: GroupSamples(**found) for found in state["samples"]}
 

@@ -14,9 +14,9 @@ the place of one: at most P · M · (p + 1 + n) groups have started in period p,
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -47,11 +47,12 @@ class WindowSampler(RemoteSampler):
         super().__init__(fleet, demand)
         self._keep_group = keep_group
         self._begun = False
-        self._next = 0  # number of the next group to order
-        self._num_replaced = 0  # groups that were dropped, since the run began
-        self._recently_dropped = 0  # since the last collection
+        self._next = 0  # number of the next group to draw
+        self._num_collected = 0  # iterations
+        self._dropped: list[int] = []  # numbers of groups, since the last collection
         self._table = GroupTable()
-        self._skipped: set[int] = set()  # numbers that a checkpoint's collection has taken
+        self._before: dict[str, Any] | None = None  # its state before a collection that is not trained on
+        self._skipped: set[int] = set()  # numbers that were spent with a checkpoint's collection
         self._num_validations = 0
         self._interval = demand.sync_interval
         self._per_sync = self._draw.num_prompts * self._interval  # groups
@@ -59,7 +60,7 @@ class WindowSampler(RemoteSampler):
         self._collected_at = 0.0  # when the lead was last adapted
         self._short_s = 0.0  # for which collections have lacked groups, whichever, since then
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
-        self._taken: list[int] = []
+        self._spent: list[int] = []
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
         self._interrupted = self._aborted_tokens = 0  # samples of these, and tokens
@@ -68,13 +69,13 @@ class WindowSampler(RemoteSampler):
         return version < self._last and version % self._interval == 0
 
     def published(self, version: int, *, is_sent: bool) -> None:
-        if is_sent:
-            super().published(version, is_sent=is_sent)
+        super().published(version if is_sent else self._newest, is_sent=is_sent)
+        self._before = None
         if self._begun:
             self._order_more()
 
-    def taken(self) -> list[int]:
-        return self._taken
+    def spent(self) -> list[int]:
+        return self._spent
 
     # ---- collections ---------------------------------------------------------------------------------------
 
@@ -87,7 +88,8 @@ class WindowSampler(RemoteSampler):
         if self._iteration % self._interval == 0:
             self._adapt_lead()
         cursor.load_state_dict(self._ahead.state_dict())
-        self._taken, self._recently_dropped = numbers, 0
+        self._spent, self._dropped = [*numbers, *self._dropped], []
+        self._num_collected, self._before = self._iteration, self._table.state_dict()
         return self._take(numbers, self._draw)
 
     def _collect_validation(self, draw: Draw, version: int) -> RolloutBatch:
@@ -98,10 +100,13 @@ class WindowSampler(RemoteSampler):
         self._give({first + index: block for index in range(block.count)})
         return self._take(self._wait_for(partial(self._table.all_of, block)), draw)
 
+    def _last_use(self, version: int) -> int:
+        """Return the last iteration that may train on samples of a version."""
+        return self._interval * (version // self._interval + 1 + self._max_staleness)
+
     def _iterations_left(self, version: int) -> int:
         """Return how many iterations after this one may train on samples of a version."""
-        last = self._interval * (version // self._interval + 1 + self._max_staleness)
-        return max(0, last - self._iteration)
+        return max(0, self._last_use(version) - self._iteration)
 
     def _adapt_lead(self) -> None:
         """Let the lead follow the speeds since it last did, as the slowest rank has found them."""
@@ -121,7 +126,7 @@ class WindowSampler(RemoteSampler):
             is_short, begin = self._table.num_complete < self._draw.num_prompts, time.perf_counter()
             self._fleet.work()
             time.sleep(WAIT_S)
-            if is_short:
+            if is_short and self._iteration:  # validation lacks none
                 self._short_s += time.perf_counter() - begin
 
     def _take(self, numbers: Sequence[int], draw: Draw) -> RolloutBatch:
@@ -152,6 +157,13 @@ class WindowSampler(RemoteSampler):
             raise RefusalError(next(arrival.complaint for arrival in self._arrivals if arrival.complaint))
         for _, found in self._received:
             sums.merge(Sums.from_state(found.sums))
+        if self._iteration:
+            self._add_metrics(batch, sums)
+        rewards = [found.rewards_B for _, found in self._received if found.rewards_B is not None]
+        return torch.cat(rewards) if rewards else torch.zeros(len(batch))
+
+    def _add_metrics(self, batch: RolloutBatch, sums: Sums) -> None:
+        """Add what was counted since the iteration before, validations included."""
         self._add_staleness(batch, sums)
         sums.merge(self._load)
         replicas = sum(len(self._own_replicas(place)) for place in self._fleet.links)
@@ -161,12 +173,10 @@ class WindowSampler(RemoteSampler):
         sums.add("async/tokens_aborted", self._aborted_tokens, 1 / self.world.size)
         self._load, self._seconds, self._interrupted, self._aborted_tokens = Sums(), [0.0, 0.0], 0, 0
         self._add_counts(sums)
-        rewards = [found.rewards_B for _, found in self._received if found.rewards_B is not None]
-        return torch.cat(rewards) if rewards else torch.zeros(len(batch))
 
     def _add_staleness(self, batch: RolloutBatch, sums: Sums) -> None:
-        newest = max(0, self._iteration - 1) // self._interval  # weight sync
-        if self._iteration and batch.token_versions is not None:
+        newest = (self._iteration - 1) // self._interval  # weight sync
+        if batch.token_versions is not None:
             behind_N = (newest - batch.token_versions // self._interval)[batch.response_mask]
             sums.add("async/staleness_mean", behind_N.sum(), len(behind_N))
             for versions_T, mask_T in zip(batch.token_versions, batch.response_mask):
@@ -180,37 +190,44 @@ class WindowSampler(RemoteSampler):
     # ---- orders --------------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, cursor: dict[str, Any], resumed: Resumed = NOTHING) -> None:
-        if not self._table.entries and not self._next:
+        self._begun, self._num_collected = True, iteration - 1
+        if self._next:
+            self._skipped = set(resumed.groups)
+        else:  # nothing was restored; those numbers are not of this count
             self._next = self._draw.num_prompts * (iteration - 1)
             self._ahead.load_state_dict(cursor)
-        self._begun, self._skipped = True, set(resumed.groups)
         for number in self._skipped & self._table.entries.keys():
             if (own := self._table.forget(number)) is not None:
                 self._counts.sampled -= own.num_samples
         self._counts.add(resumed)
-        self._give(self._table.incomplete())
+        wanted = self._draw.num_prompts
+        self._make_again(self._table.too_old(wanted, last=self._last_use, iteration=iteration))
         self._order_more()
+
+    def _make_again(self, numbers: Iterable[int]) -> None:
+        """Drop the samples of groups; they are ordered again."""
+        for number in numbers:
+            if (own := self._table.make_again(number)) is not None:
+                self._counts.drop(own.num_samples, own.num_tokens)
 
     def _order_more(self) -> None:
         """Order as many groups as training will want, all of which can still be used."""
         period = self._newest // self._interval
         allowed = self._per_sync * (period + 1) + self._lead.groups
         allowed = min(allowed, self._draw.num_prompts * self._last)
-        count = allowed - (self._next - self._num_replaced)
-        if count <= 0:
-            return
-        block = Block(first=self._next, count=count, draw=self._draw, cursor=self._ahead.state_dict())
-        self._ahead.draw(count)
-        self._next += count
-        numbers = range(block.first, block.first + count)
-        self._give({number: block for number in numbers if number not in self._skipped})
+        begun = self._draw.num_prompts * self._num_collected + len(self._table.started)
+        count = max(0, allowed - begun)
+        groups = dict(islice(self._table.waiting.items(), count))
+        while (missing := count - len(groups)) > 0:
+            block = Block(first=self._next, count=missing, draw=self._draw, cursor=self._ahead.state_dict())
+            self._ahead.draw(missing)
+            self._next += missing
+            numbers = range(block.first, block.first + missing)
+            groups |= {number: block for number in numbers if number not in self._skipped}
+        self._give(groups)
 
     def _give(self, groups: dict[int, Block]) -> None:
         """Order groups of the replicas that have least to do."""
-        if not groups:
-            return
-        if not self._fleet.links:
-            self._admit()
         load, places = self._table.load(), []
         for place, link in self._fleet.links.items():
             places += [(place, replica) for replica in range(link.num_replicas)]
@@ -252,13 +269,14 @@ class WindowSampler(RemoteSampler):
     def _fetch(self, since: float, *, waits: bool) -> None:
         """Receive what is complete, and tell all ranks of it; `waits`: training has nothing else to do."""
         new: list[GroupSamples] = []
-        for place, link in list(self._fleet.links.items()):
+        lost: dict[int, str] = {}
+        for place, link in self._fleet.links.items():
             own = self._own_replicas(place)
             fetch = partial(link.fetch, own, waits=waits)
             try:
                 replies = together(self.world, fetch)
             except BridgeLostError as error:
-                self._deal_again(place, str(error), since)
+                lost[place] = str(error)
                 continue
             for replica, reply in zip(own, replies):
                 new += reply.groups
@@ -277,6 +295,10 @@ class WindowSampler(RemoteSampler):
             self._table.complete(arrival)
             if not arrival.is_kept and self._may_drop():
                 self._drop(arrival.number)
+        for place, reason in lost.items():  # once it is known what they have completed
+            self._fleet.lose(place, reason)
+        if lost:
+            self._admit(since)
         if self._begun:
             self._order_more()  # in place of those that were dropped
 
@@ -297,28 +319,22 @@ class WindowSampler(RemoteSampler):
 
     def _may_drop(self) -> bool:
         """Whether another group may be dropped; if too many were, the rest stays."""
-        return self._recently_dropped < self._draw.num_prompts * (self._draw.max_rounds - 1)
+        return len(self._dropped) < self._draw.num_prompts * (self._draw.max_rounds - 1)
 
     def _drop(self, number: int) -> None:
-        self._num_replaced += 1
-        self._recently_dropped += 1
+        self._dropped.append(number)
         if (own := self._table.forget(number)) is not None:
             self._counts.drop(own.num_samples, own.num_tokens)
 
-    def _deal_again(self, place: int, reason: str, since: float) -> None:
-        """Order what a world that has ended has not completed of others, or of the one that follows it."""
-        orphans = self._table.incomplete(place)
-        self._dealt_again += len(orphans)
-        for number in orphans:
-            self._table.entries[number].place = -1
-        self._fleet.lose(place, reason)
-        self._admit(since)
-        self._give(orphans)
-
     def _admit(self, since: float | None = None) -> None:
-        """Join the worlds that have come; if none is left, wait for one."""
-        for place in self._joined(self._fleet.admit_any(), since):
-            self._give(self._table.incomplete(place))  # ordered of the world before it
+        """Join the worlds that have come; if none is left, wait for one.
+
+        What those that have ended have not completed is ordered of others, or of the ones that follow them.
+        """
+        joined = self._joined(self._fleet.admit_any(), since)
+        orphans = self._table.stranded(self._fleet.links.keys() - set(joined))
+        self._dealt_again += len(orphans)
+        self._give(orphans)
 
     def _in_flight(self) -> int:
         return self._table.num_own_samples
@@ -329,16 +345,19 @@ class WindowSampler(RemoteSampler):
         """Return this rank's complete groups, and which groups are under way; those are made again."""
         return {
             "next": self._next,
-            "replaced": self._num_replaced,
             "lead": self._lead.groups,
             "ahead": self._ahead.state_dict(),
-            "table": self._table.state_dict(),
-            "counts": asdict(self._counts),
+            "table": self._table.state_dict() if self._before is None else self._before,
+            "counts": self._saved_counts(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._next, self._num_replaced = state["next"], state["replaced"]
+    def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
+        if "table" not in state:  # of a run with async.buffer=in_order
+            return
+        self._next = state["next"]
         self._lead.restore(state["lead"])
         self._ahead.load_state_dict(state["ahead"])
         self._table.load_state_dict(state["table"], self._draw)
         self._counts = Counts(**state["counts"])
+        if not usable:
+            self._make_again(self._table.started)
