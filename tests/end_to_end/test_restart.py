@@ -61,6 +61,7 @@ def undisturbed(toy, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     """One attempt hangs, two are killed; weights, optimizer, schedules and random states continue."""
     kills = [
