@@ -195,7 +195,7 @@ def _plan_here(
 ) -> tuple[str, bool]:
     """Plan a run that is started on this machine; refuse what this machine cannot compute."""
     from verl_megatron.checks.problems import refuse
-    from verl_megatron.launch.machine import machine_problems
+    from verl_megatron.launch.ranks import machine_problems
 
     planned = plan()
     refuse(machine_problems(config_of()))

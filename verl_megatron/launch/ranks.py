@@ -1,4 +1,4 @@
-"""The ranks of a run on this host: how many it needs, and their start."""
+"""The ranks of a run on this host: how many it needs, what the host cannot compute, and their start."""
 
 import argparse
 import gc
@@ -14,6 +14,7 @@ from parallel.runtime import launch, process
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.limits import check_types, check_values
+from verl_megatron.checks.models import FROZEN
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
 from verl_megatron.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.launch.options import given_twice
@@ -155,3 +156,26 @@ def launcher_arguments(module: str, arguments: Sequence[str], *, ranks: int, res
     launcher = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     launcher += ["--rdzv-id", "verl_megatron", "--local-addr", "127.0.0.1"]
     return [*launcher, "-m", module, *arguments]
+
+
+def machine_problems(config: TrainerConfig | SupervisedConfig) -> list[str]:
+    """Return the settings that cannot work here; only those that ask for fp8 look for GPUs."""
+    remedies = {"engine.dtype": "use auto"} if config.engine.dtype == "fp8" else {}
+    quantizes = False
+    if isinstance(config, TrainerConfig):
+        in_fp8 = [name for name in FROZEN if getattr(config, name).dtype == "fp8"]
+        remedies |= {f"{name}.dtype": "leave it at auto" for name in in_fp8}
+        is_auto = config.rollout.dtype == config.engine.dtype == "auto"
+        quantizes = is_auto and config.rollout.weight_dtype == "fp8"
+    if not (remedies or quantizes) or device.is_gpu():
+        return []
+    problems = [
+        f"{setting}=fp8 needs GPUs that compute in fp8, and this machine has none; {remedy}"
+        for setting, remedy in remedies.items()
+    ]
+    if quantizes:
+        problems.append(
+            "rollout.weight_dtype=fp8 quantizes weights of two bytes, and vLLM's are float32 on this machine "
+            "without GPUs; set rollout.dtype=bfloat16"
+        )
+    return problems

@@ -4,7 +4,7 @@ import pytest
 
 from parallel import device
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.launch.machine import machine_problems
+from verl_megatron.launch.ranks import machine_problems
 
 ASKED = {
     "engine.dtype": "needs GPUs that compute in fp8, and this machine has none; use auto",
