@@ -16,7 +16,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.functions import options_of
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
-from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed
+from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed, without_samples
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
@@ -61,6 +61,22 @@ class SavedState(Progress):
             if in_flight := saved.get("in_flight"):
                 usable = "made_with" not in saved or _made_with(saved) == self._made_with()
                 self.run.sampler.load_state_dict(in_flight, usable=usable)
+
+    def _restore_other_layout(self, path: Path, num_ranks: int) -> None:
+        """Make the samples in flight again, whose owners were ranks of another layout."""
+        sampler = self.run.sampler
+        if not isinstance(sampler, RemoteSampler):
+            return
+        state: dict = {}
+        if self.world.is_first:
+            try:
+                states = [resume.read_rank_state(path, rank).get("in_flight") for rank in range(num_ranks)]
+                state = without_samples([each for each in states if each])
+            except (OSError, ValueError) as error:
+                self.say(f"warning: {error}; prompts whose samples were in flight are left out")
+        if state := self.world.broadcast_object(state):
+            counts = state["counts"] if self.world.is_first else {}
+            sampler.load_state_dict(state | {"counts": counts})
 
     def done(self, metrics: dict[str, float]) -> None:
         """Count a completed iteration; see `Progress.done`."""

@@ -155,7 +155,7 @@ def _pickle_problem(path: Path, manifest: dict, ranks: RankSet) -> str | None:
     """Return an error message if a pickle that this rank will read is invalid."""
     try:
         if manifest["world_size"] == ranks.size:
-            read_rank_state(path, ranks)
+            read_rank_state(path, ranks.rank)
         for name in manifest["files"] if ranks.is_first else ():
             if name.endswith(f"/{metadata.FILE}"):
                 folder = name.removesuffix(metadata.FILE)
@@ -193,13 +193,13 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
                 )
 
 
-def read_rank_state(path: Path, ranks: RankSet) -> dict:
-    """Return the state that this rank passed to `save`; requires the same number of ranks. Not collective.
+def read_rank_state(path: Path, rank: int) -> dict:
+    """Return the state that a rank passed to `save`. Not collective.
 
     Raises:
         ValueError: it is not what a run saves, or would run code.
     """
-    return load_tensors(path / f"rank_{ranks.rank}.pt")
+    return load_tensors(path / f"rank_{rank}.pt")
 
 
 # ---- additions to a checkpoint -----------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def resume_from(folder: Path) -> None:
     try:
         found = resume.newest_sound(folder, world, say=said.append, check=manifest_problem)
         path, manifest = found
-        resume.read_rank_state(path, world)
+        resume.read_rank_state(path, world.rank)
     except checkpoints.CheckpointError as error:
         sys.exit(f"the sound checkpoint was not used: {error}")
     if path.name == f"step_{NEW}":

@@ -47,7 +47,7 @@ def test_what_is_saved_comes_back(tmp_path, world):
     found, manifest = resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)
     assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
     assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
-    assert torch.equal(resume.read_rank_state(path, ONE_RANK)["tensor"], torch.arange(6.0))
+    assert torch.equal(resume.read_rank_state(path, 0)["tensor"], torch.arange(6.0))
     assert (
         set(manifest["files"]) == {"actor/weights", "rank_0.pt"}
         and manifest["files"]["actor/weights"]["bytes"] == 4096
@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
     os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
     (tmp_path / "new").rmdir()
     assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path and resume.read_rank_state(
-        path, ONE_RANK
+        path, 0
     ) == {"value": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
 
@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
-    assert resume.read_rank_state(path, ONE_RANK) == {"value": 2} and [
+    assert resume.read_rank_state(path, 0) == {"value": 2} and [
         entry.name for entry in tmp_path.iterdir()
     ] == ["step_1"]
 
@@ -91,7 +91,7 @@ def test_what_could_run_code_is_not_loaded(tmp_path, world):
     path = save(tmp_path, 1)
     torch.save({"rng": Harmful()}, path / "rank_0.pt")
     with pytest.raises(ValueError, match=r"rank_0.pt is refused: it is not what a run saves .*posix.mkdir"):
-        resume.read_rank_state(path, ONE_RANK)
+        resume.read_rank_state(path, 0)
     assert not Path("harmed").exists()
 
 
@@ -299,7 +299,7 @@ def test_random_states_come_back(tmp_path, world):
     path = save(tmp_path, 1, own={"rng": random_state.rng_state()})
     expected = draw()
     assert draw() != expected
-    random_state.set_rng_state(resume.read_rank_state(path, ONE_RANK)["rng"])
+    random_state.set_rng_state(resume.read_rank_state(path, 0)["rng"])
     assert draw() == expected
 
 

@@ -100,7 +100,7 @@ def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     changed_settings(manifest["settings"], MANIFEST_OF_A_RUN["settings"])
     tensors = {"weight": torch.zeros(32), "optimizer.state.exp_avg.weight": torch.zeros(32)}
     torch.distributed.checkpoint.load(tensors, checkpoint_id=path / "actor")
-    random_state.set_rng_state(resume.read_rank_state(path, ONE_RANK)["rng"])
+    random_state.set_rng_state(resume.read_rank_state(path, 0)["rng"])
     PromptCursor(num_prompts=5, seed=1).load_state_dict(manifest["cursor"])
     AdaptiveKL(0.1, 0.1, 10).load_state_dict(manifest["kl"])
     samples = resume.read_attachment(path, "samples", ONE_RANK, say=said.append, check=samples_problem)
@@ -110,7 +110,7 @@ def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     parts = {
         "manifest": {**manifest, "files": ...},
         "tensors": tensors,
-        "rng": resume.read_rank_state(path, ONE_RANK),
+        "rng": resume.read_rank_state(path, 0),
         "samples": samples,
         "recorded": recorded,
     }

@@ -14,7 +14,7 @@ from tests.unit.test_window_sampler import (
     trained_on,
 )
 from verl_megatron.separate.ordered_sampler import OrderedSampler
-from verl_megatron.separate.remote_sampler import Demand, Resumed
+from verl_megatron.separate.remote_sampler import Demand, Resumed, without_samples
 
 AT = 5  # iteration of the checkpoint
 
@@ -136,3 +136,35 @@ def test_samples_in_flight_of_another_buffer_are_none():
     ordered = OrderedSampler(PatientFleet(1), demand, keeps_all=True)
     ordered.load_state_dict(state)
     assert not ordered.state_dict()["iterations"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_under_another_layout_every_prompt_is_trained_on_once(seed, staleness):
+    """The samples in flight of two ranks are made again by one."""
+    fleet = PatientFleet(seed, speed=0.2)
+    sampler, source = sampler_of(fleet, staleness=staleness, interval=1)
+    used = [one_iteration(fleet, sampler, source, iteration, staleness, 1) for iteration in range(1, AT + 1)]
+    state, cursor = sampler.state_dict(), source.cursor.state_dict()
+    counts = state["counts"]
+    parts = []
+    for rank in range(2):
+        samples = state["table"]["samples"][rank::2]
+        own = {name: count // 2 + rank * (count % 2) for name, count in counts.items()}
+        parts.append(state | {"table": state["table"] | {"samples": samples}, "counts": own})
+    fleet, sampler, source = resumed(without_samples(parts), cursor, staleness=staleness)
+    used += finished(fleet, sampler, source, staleness=staleness)
+    assert sorted(sum(used, [])) == list(range(P * LAST))
+    assert sampler._counts.trained == P * LAST * SAMPLES
+
+
+def test_states_without_samples_in_flight():
+    assert without_samples([]) == {}
+    counts = {"sampled": 9, "trained": 4, "dropped": 1, "dropped_tokens": 7}
+    found = without_samples([{"iterations": [{"iteration": 6}], "counts": counts}] * 2)
+    assert found["iterations"] == [] and found["counts"] == {
+        "sampled": 10,
+        "trained": 8,
+        "dropped": 2,
+        "dropped_tokens": 14,
+    }

@@ -119,6 +119,9 @@ class Progress:
     def _restore_rank_state(self, saved: dict) -> None:
         random_state.set_rng_state(saved.get("rng") or {})
 
+    def _restore_other_layout(self, path: Path, num_ranks: int) -> None:
+        """Load what a run under another layout, of `num_ranks` ranks, can use of what each of them saved."""
+
     def _snapshots(self, metadata: dict) -> Iterator[tuple[str, Snapshot]]:
         for name, role in self.trainable.items():
             self.enter(role.engine)
@@ -256,7 +259,7 @@ class Progress:
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                self._restore_rank_state(resume.read_rank_state(path, self.world))
+                self._restore_rank_state(resume.read_rank_state(path, self.world.rank))
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step
@@ -265,6 +268,7 @@ class Progress:
                 f"of layouts {saved['layouts']} under {manifest['layouts']}; "
                 "random states start from run.seed and the step"
             )
+            self._restore_other_layout(path, saved["world_size"])
         attached = self._resume_attached(path)
         self.say(
             f"resuming after iteration {self.step} from {path}, {how}{attached} (read in "

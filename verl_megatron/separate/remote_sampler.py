@@ -231,3 +231,21 @@ class RemoteSampler(ABC):
                 said = f"{waited}, and missing samples are made again"
             self._fleet.say_joined(place, said)
         return joined
+
+
+def without_samples(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one state for `RemoteSampler.load_state_dict` from those of all ranks of another layout.
+
+    It has no samples: those in flight are made again. The counts are of all ranks together. Empty without
+    states.
+    """
+    if not states:
+        return {}
+    counts = {name: sum(state["counts"][name] for state in states) for name in states[0]["counts"]}
+    found: dict[str, Any] = states[0] | {
+        "counts": counts | {"sampled": counts["trained"] + counts["dropped"]}
+    }
+    if "table" not in found:
+        return found | {"iterations": []}
+    groups = [(number, first, None, None) for number, first, *_ in found["table"]["groups"]]
+    return found | {"table": found["table"] | {"groups": groups, "complete": [], "samples": []}}
