@@ -106,3 +106,20 @@ def test_the_timeline_has_both_ranks_with_each_phase_once_and_no_overlap(folder)
     seconds = [row for row in read_metrics(folder / "n2")][-1]
     lasting = ends[0][-1] / 1e6
     assert lasting == pytest.approx(sum(seconds[f"time/{phase}_s"] for phase in PHASES), rel=0.1)
+
+
+@pytest.mark.long
+def test_ways_of_the_job_beside_verl_are_compared(toy, tmp_path):
+    """Without verl: `benchmark verl --only ours`."""
+    command = [sys.executable, "-m", "verl_megatron", "benchmark", "verl", "--only", "ours"]
+    command += f"--hf {toy}/model --gpus 2 --tp 2 --rollout-tp 2 --out {tmp_path} --iterations 3".split()
+    command += "--prompts 8 --samples 2 --steps 2 --prompt-tokens 16 --response-tokens 8".split()
+    command += ["--way", "row_by_row", "engine.shared_prompts=false"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    table = (tmp_path / "table.md").read_text()
+    assert table in done.stdout and "2 x CPU rank, TP2 -> TP2: 8 prompts x 2 samples of 16 + 8" in table
+    assert [line.split()[1] for line in table.splitlines() if " | " in line][2:] == ["ours", "row_by_row"]
+    for way in ("ours", "row_by_row"):
+        rows = read_metrics(tmp_path / way)[1:]
+        assert len(rows) == 3 and {row["rollout/response_tokens_mean"] for row in rows} == {8.0}

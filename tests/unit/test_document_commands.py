@@ -84,6 +84,9 @@ RUN_BY = {
         "tests/end_to_end/test_benchmark_scaling.py::"
         "test_the_table_has_measured_and_modelled_sizes_of_fixed_length",
     ),
+    r"verl-megatron benchmark verl ": (
+        "tests/end_to_end/test_benchmark_scaling.py::test_ways_of_the_job_beside_verl_are_compared",
+    ),
     r"python -m tests\.fuzz ": (
         "tests/end_to_end/test_fuzz.py::test_bad_inputs_are_refused_in_a_sentence_and_good_ones_are_not",
     ),

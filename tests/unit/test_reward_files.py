@@ -76,7 +76,8 @@ def test_files_are_imported_apart_and_refused_by_name(tmp_path, capfd, text):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        *((spec, "choose match, exact, last_number") for spec in (":", "a.py", ":f", "x.py:")),
+        *((spec, "choose match, exact, last_number") for spec in (":", ":f", "x.py:")),
+        ("a.py", "names a file and no function; write 'a.py:NAME'"),
         ("{folder}:score", "is a folder"),
         ("{folder}/fifo.py:score", "is no file"),
         ("{folder}/gone.py:score", "does not exist"),

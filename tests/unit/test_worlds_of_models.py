@@ -73,7 +73,7 @@ def test_models_are_where_their_devices_are():
     [
         (
             {"reference.devices": "2-4", "reference.layout": "tp2"},
-            "reference.layout='tp2', reference.devices='2-4', 3 ranks",
+            "reference.layout='tp2', reference.devices='2-4', with 3 ranks",
         ),
         ({"actor.devices": "0-1", "reward.devices": "2"}, "reward.path is empty"),
         ({"algorithm.kl_coef": 0.0, "reference.devices": "2"}, "reference.devices=2 has no effect with"),
