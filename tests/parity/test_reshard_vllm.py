@@ -5,6 +5,8 @@ import pytest
 from tests.worlds import run_world
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "tp", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_vllm_holds_what_a_fresh_engine_would(tp):
     assert "all passed" in run_world("tests/parity/reshard_worker.py", 4, tp, timeout=600)
