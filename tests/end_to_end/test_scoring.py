@@ -53,6 +53,7 @@ def test_in_turns_it_is_the_run_on_one_rank(job, toy, tmp_path):
     assert all(0 < row["async/score_wait_fraction"] < 1 and row["async/reward_s"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_a_teacher_alone_in_a_world_teaches_the_same(toy, tmp_path):
     """On-policy distillation, whose only scores are the teacher's log-probs."""
     folder = tmp_path / "teacher"

@@ -292,9 +292,11 @@ def assert_balanced(folder: Path) -> None:
     ("wrong", "buffer", "found"),
     [
         ("skipped", "in_order", f"{WRONG}of no version that was published"),
-        ("stale", "in_order", f"{WRONG}those of version 0"),
+        pytest.param("stale", "in_order", f"{WRONG}those of version 0", marks=pytest.mark.long),
         ("stale", "window", "should be those of version 1 and are those of version 0"),
-        ("changed", "in_order", f"{WRONG}of no version that was published"),
+        pytest.param(
+            *("changed", "in_order", f"{WRONG}of no version that was published"), marks=pytest.mark.long
+        ),
         ("unsent", "in_order", "version 1 of the weights equals the one before, though the update had a"),
     ],
 )

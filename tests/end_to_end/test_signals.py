@@ -39,6 +39,7 @@ def test_kills_leave_nothing_and_change_nothing(tmp_path):
     assert re.search("^[45] kills", worker(tmp_path, "--kills", "4"), re.MULTILINE)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_in_time(tmp_path):
     """Rank 0, where the launcher holds the store of the ranks."""
     (took_s,) = re.findall(
