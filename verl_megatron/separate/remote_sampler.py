@@ -241,10 +241,11 @@ def without_samples(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         return {}
-    counts = {name: sum(state["counts"][name] for state in states) for name in states[0]["counts"]}
-    found: dict[str, Any] = states[0] | {
-        "counts": counts | {"sampled": counts["trained"] + counts["dropped"]}
-    }
+    counts = dict.fromkeys(states[0]["counts"], 0)
+    for state in states:
+        counts = {name: count + state["counts"][name] for name, count in counts.items()}
+    made = {"sampled": counts["trained"] + counts["dropped"]}
+    found: dict[str, Any] = states[0] | {"counts": counts | made}
     if "table" not in found:
         return found | {"iterations": []}
     groups = [(number, first, None, None) for number, first, *_ in found["table"]["groups"]]
