@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl_megatron.benchmarks.beside_verl import runs
-from verl_megatron.benchmarks.beside_verl.command import job_of, main, parser, plan_of, ways_of
+from verl_megatron.benchmarks.beside_verl.command import config_of, job_of, main, parser, plan_of, ways_of
 from verl_megatron.benchmarks.beside_verl.job import write_job
 from verl_megatron.benchmarks.beside_verl.report import planned, table
 from verl_megatron.benchmarks.beside_verl.runs import (
@@ -89,10 +89,9 @@ def test_ways_take_the_place_of_settings(model, tmp_path):
     }
     job = job_of(given("--hf", str(model), out=tmp_path / "job"))
     write_job(job, shape="llama3-8b", layers=0, hf=model)
-    run = plan_of(job, "small", ["engine.tokens_per_micro_batch=64", "engine.shared_prompts=false"])
+    settings = ["engine.tokens_per_micro_batch=64", "engine.shared_prompts=false"]
+    run = plan_of(job, "small", config_of(job, "small", settings))
     assert run.config.engine.tokens_per_micro_batch == 64 and run.samples == 16
-    with pytest.raises(ValueError, match="wrong: .*engine.no_such"):
-        plan_of(job, "wrong", ["engine.no_such=1"])
 
 
 def test_medians_leave_out_the_first_two_iterations():
@@ -158,6 +157,8 @@ def test_a_python_without_verl_is_refused():
         (["--way", "a/b"], "--way a/b is no free name"),
         (["--way", "verl"], "--way verl is no free name"),
         (["--hf", "no/such/folder"], "no/such/folder"),
+        (["--way", "wrong", "engine.no_such=1"], "wrong: engine.no_such is no setting"),
+        (["--ours", "engine.lr=-1"], "lr"),
     ],
 )
 def test_refusals(tmp_path, capsys, words, said):
@@ -165,6 +166,7 @@ def test_refusals(tmp_path, capsys, words, said):
         main([*SMALL, "--only", "ours", "--out", str(tmp_path / "out"), *words])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and said in error and error.count("error:") == 1
+    assert not (tmp_path / "out/model").exists(), "before the model is written"
 
 
 def test_sizes_that_do_not_fit_each_other_are_refused():

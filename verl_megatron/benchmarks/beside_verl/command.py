@@ -29,8 +29,10 @@ from verl_megatron.benchmarks.beside_verl.runs import (
 from verl_megatron.benchmarks.beside_verl.settings import RECIPES, our_settings
 from verl_megatron.benchmarks.scaling.command import check_out, planner_of, rate, this_machine
 from verl_megatron.benchmarks.scaling.runs import Recipe, architecture
+from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_config
+from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.options import COUNT, Options
 from verl_megatron.planner import PlannedRun
 
@@ -124,15 +126,28 @@ def ways_of(given: argparse.Namespace) -> dict[str, list[str]]:
     return ways if given.only != "verl" else {}
 
 
-def plan_of(job: Job, name: str, settings: Sequence[str]) -> PlannedRun:
-    """Return a checked run of ours.
+def config_of(job: Job, name: str, settings: Sequence[str]) -> TrainerConfig:
+    """Return the settings of a run of ours, each right by itself; needs no model and no prompts.
 
     Raises:
-        ValueError: its settings are wrong.
+        ValueError: one is unknown, or its value cannot be.
     """
-    recipe = Recipe.find(RECIPES[job.algorithm], tuple(settings))
     try:
+        recipe = Recipe.find(RECIPES[job.algorithm], tuple(settings))
         config = recipe.config(our_settings(job, name, settings), job.gpus)
+        refuse(check_values(config))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return config
+
+
+def plan_of(job: Job, name: str, config: TrainerConfig) -> PlannedRun:
+    """Return a checked run of ours, whose model and prompts are written.
+
+    Raises:
+        ValueError: its settings do not fit each other or the model.
+    """
+    try:
         refuse(check_config(config, world_size=job.gpus))
         return PlannedRun.of(config, world_size=job.gpus, ranks_per_host=job.gpus, read=architecture)
     except ValueError as error:
@@ -147,8 +162,9 @@ def measure(given: argparse.Namespace) -> tuple[str, list[RunFailedError]]:
     """
     job, ways = job_of(given), ways_of(given)
     verl = "" if given.only == "ours" else version_of_verl(given.verl_python)
+    configs = {name: config_of(job, name, settings) for name, settings in ways.items()}
     write_job(job, shape=given.shape, layers=given.layers, hf=given.hf)
-    plans = {name: plan_of(job, name, settings) for name, settings in ways.items()}
+    plans = {name: plan_of(job, name, config) for name, config in configs.items()}
     seconds_of = planner_of(this_machine(None))
     lines: list[Measured] = []
     failures: list[RunFailedError] = []
