@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from verl_megatron.benchmarks.beside_verl.settings import (
     our_settings,
     verl_settings,
 )
-from verl_megatron.benchmarks.scaling.runs import Recipe, environment
+from verl_megatron.benchmarks.scaling.runs import Recipe, environment, exits_on_sigterm
 from verl_megatron.observe.tracking import METRICS_FILE, complete_lines, parsed_rows
 
 # Phases of the table; each program's own names of what is in them.
@@ -184,11 +183,10 @@ def _end_of(log: Path) -> str:
 @contextlib.contextmanager
 def _ended(session: int) -> Iterator[None]:
     """End all processes of a session with the block, also if this program is ended by SIGTERM."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        yield
+        with exits_on_sigterm():
+            yield
     finally:
-        signal.signal(signal.SIGTERM, before)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in _processes_of(session):
                 with contextlib.suppress(ProcessLookupError):

@@ -360,12 +360,21 @@ def start_and_wait(size: Size) -> None:
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
+def exits_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this program by a SystemExit, so that what the block has started is ended, too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
+    try:
+        with exits_on_sigterm():
+            yield
+    finally:
         if process.poll() is None:
             process.terminate()  # torchrun forwards it to its ranks
             try:
