@@ -352,7 +352,7 @@ def losing(what: str) -> Iterator[None]:
     """Turn errors of torch.distributed into a `BridgeLostError`."""
     try:
         yield
-    except BridgeLostError:
+    except (BridgeLostError, torch.OutOfMemoryError):
         raise
     except (dist.DistError, RuntimeError) as error:
         raise BridgeLostError(f"{what}: {str(error).splitlines()[0]}") from None

@@ -196,14 +196,16 @@ class Resharder:
     def _check_plans_match(self) -> None:
         """Check that all ranks hold the same plan; with different plans they would deadlock.
 
-        The collective also creates NCCL's communicator before the first message.
+        Within one world, the collective also creates NCCL's communicator before the first message. Between
+        worlds it is on the CPU: gloo notices a world that ends meanwhile, and NCCL would wait.
         """
+        device = self.transport.device if self.transport.ranks is None else torch.device("cpu")
         messages = []
         for window in self.plan.windows:
             for pair, message in window.items():
                 messages.append((pair, sum(transfer.elements for transfer in message)))
         digest = zlib.crc32(repr([len(self.plan.direct), messages]).encode())
-        digests = torch.tensor([digest, -digest], dtype=torch.int64, device=self.transport.device)
+        digests = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
         self.transport.all_max(digests)
         if digests[0] != -digests[1]:
             raise ValueError(

@@ -50,7 +50,7 @@ class Transport:
         return dist.get_process_group_ranks(self.group) if self.ranks is None else list(self.ranks)
 
     def all_max(self, x: Tensor) -> None:
-        """Replace `x` by the maximum over the group, on its device."""
+        """Replace `x` by the maximum over the group."""
         if self.ranks is None:
             dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         else:  # torch.distributed would hide errors of a group that it does not know

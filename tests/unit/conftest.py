@@ -41,3 +41,13 @@ def gpu_case(tmp_path, monkeypatch):
     from tests.planted_machine import with_gpus
 
     return with_gpus(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Somebody's connection to the store, and both ends of a bridge that has been joined."""
+    from tests.bridge_ends import bridge_ends
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with bridge_ends() as ends:
+        yield ends

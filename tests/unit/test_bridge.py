@@ -1,8 +1,21 @@
-"""The address of a bridge; the bridge itself is tested with worlds, in end_to_end/test_separate.py."""
+"""A bridge's address, and worlds that end while both connect; all else in end_to_end/test_separate.py."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from parallel.bridge import ADDRESS, TOKEN, given_address
+from parallel.bridge import ADDRESS, TOKEN, Bridge, BridgeLostError, given_address, losing
+from parallel.layout import Layout
+from parallel.reshard.plan import compile_plan
+from parallel.reshard.staged import StagedParameters
+from parallel.reshard.versions import VersionedReshard
+from tests.distributed.reshard_worker import UNTIED, filled, rollout_shards, train_shards, whole_tensors
+from verl_megatron.config import TrainerConfig
+from verl_megatron.separate import weights
 
 
 @pytest.mark.parametrize(
@@ -24,3 +37,46 @@ def test_other_addresses_are_refused(address, token, words, monkeypatch):
     with pytest.raises(ValueError, match=r"; ") as refused:
         given_address()
     assert words in str(refused.value) and len(str(refused.value)) < 400
+
+
+SOURCE = train_shards(UNTIED, Layout.parse("tp1", ranks=(0,)))
+DESTINATION = rollout_shards(UNTIED, 1, ranks=(1,))
+PLAN = compile_plan(source=SOURCE, destination=DESTINATION, element_bytes=4, window_bytes=200)
+NOT_STAGED = StagedParameters(shapes={}, write=lambda values: None)
+
+
+def connect(bridge: Bridge) -> VersionedReshard:
+    """This end's part of the exchange of weights."""
+    config, dtype = TrainerConfig(), torch.float32
+    shards = [*SOURCE.values(), *DESTINATION.values()][bridge.rank]
+    tensors = filled(shards, whole_tensors(UNTIED), 0, dtype)
+    if bridge.rank == 1:
+        engine = cast(Any, SimpleNamespace(tensors=tensors))
+        return weights.receive_versions(config, bridge, PLAN, cast(Any, None), engine, dtype)[0]
+    source = cast(Any, SimpleNamespace(arch=None, shards=SOURCE, tensors=tensors))
+    return weights.send_versions(config, bridge, source, dtype)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_world_that_ends_while_both_connect_is_lost(ends, left, monkeypatch):
+    monkeypatch.setattr(weights, "plan_of", lambda *_: PLAN)
+    monkeypatch.setattr(weights, "target_of", lambda engine, *_: (engine.tensors, NOT_STAGED))
+    monkeypatch.setattr(weights, "vllm_shards", lambda *_: DESTINATION)
+    _, bridges = ends
+
+    def end() -> None:
+        """Connect, and end."""
+        bridges[1 - left].group("weights")
+        bridges[1 - left].abandon()
+        gc.collect()  # closes the connections
+
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(end)
+        with pytest.raises(BridgeLostError, match="connecting: "):
+            connect(bridges[left])
+        ended.result()
+
+
+def test_too_little_memory_is_not_taken_for_a_lost_world():
+    with pytest.raises(torch.OutOfMemoryError), losing("connecting"):
+        raise torch.OutOfMemoryError("of 80 GiB")

@@ -1,21 +1,16 @@
 """Somebody with the port of a bridge, but without the run's token."""
 
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel.bridge import Bridge
 from parallel.parcels import Parcels
-from parallel.runtime import store as stores
-from parallel.sealed_store import SealedStore
+from tests.bridge_ends import TOKEN
 from verl_megatron.separate.orders import order_key
 
-TOKEN = "a secret of the run"
 FORGED = "was not written with this run's token"
 
 
@@ -27,30 +22,6 @@ class Touches:
 
     def __reduce__(self):
         return open, (self.path, "w")
-
-
-@pytest.fixture
-def ends(monkeypatch) -> Iterator[tuple[dist.TCPStore, list[Bridge]]]:
-    """The intruder's connection to the store, and both ends of a bridge that has been joined."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    served = stores.serve(stores.LOCAL, one_host=True)
-
-    def end(rank: int) -> Bridge:
-        client = dist.TCPStore(stores.LOCAL, served.port, is_master=False)
-        root = SealedStore(client, TOKEN, "bridge/").part("rollout")
-        return Bridge(
-            own=cast(Any, None),
-            name="rollout",
-            num_training=1,
-            num_serving=1,
-            rank=rank,
-            number=0,
-            root=root,
-            store=root.part("0"),
-            wait=lambda: None,
-        )
-
-    yield dist.TCPStore(stores.LOCAL, served.port, is_master=False), [end(0), end(1)]
 
 
 def parcels_of(bridges: list[Bridge]) -> list[Parcels]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from parallel import device
-from parallel.bridge import Bridge
+from parallel.bridge import Bridge, losing
 from parallel.layout import Layout
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.source import WeightSource
@@ -53,9 +53,13 @@ def send_versions(
 
     Args:
         keep: as of `VersionedReshard`.
+
+    Raises:
+        BridgeLostError: the rollout world ended meanwhile.
     """
     plan = plan_of(config, bridge, source.arch, source.shards, dtype)
-    return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype), keep=keep)
+    with losing("connecting"):
+        return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype), keep=keep)
 
 
 def receive_versions(
@@ -72,11 +76,13 @@ def receive_versions(
 
     Raises:
         ValueError: vLLM's parameters are not those of the weight map.
+        BridgeLostError: the training world ended meanwhile.
     """
     described = vllm_shards(arch, serving_layout(config, bridge))[bridge.rank]
     target, staged = target_of(engine, described, dtype)
-    transport = _transport(config, bridge, dtype)
-    return VersionedReshard(plan, {}, target, transport, staged=staged), target
+    with losing("connecting"):
+        transport = _transport(config, bridge, dtype)
+        return VersionedReshard(plan, {}, target, transport, staged=staged), target
 
 
 def _transport(config: TrainerConfig, bridge: Bridge, dtype: torch.dtype) -> Transport:
