@@ -40,7 +40,7 @@ def test_other_addresses_are_refused(address, token, words, monkeypatch):
 
 
 SOURCE = train_shards(UNTIED, Layout.parse("tp1", ranks=(0,)))
-DESTINATION = rollout_shards(UNTIED, 1, ranks=(1,))
+DESTINATION = rollout_shards(UNTIED, 1, ranks=range(1, 2))
 PLAN = compile_plan(source=SOURCE, destination=DESTINATION, element_bytes=4, window_bytes=200)
 NOT_STAGED = StagedParameters(shapes={}, write=lambda values: None)
 
