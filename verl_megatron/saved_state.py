@@ -16,7 +16,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.functions import options_of
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
-from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed, without_samples
+from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
@@ -71,7 +71,7 @@ class SavedState(Progress):
         if self.world.is_first:
             try:
                 states = [resume.read_rank_state(path, rank).get("in_flight") for rank in range(num_ranks)]
-                state = without_samples([each for each in states if each])
+                state = sampler.without_samples([each for each in states if each])
             except (OSError, ValueError) as error:
                 self.say(f"warning: {error}; prompts whose samples were in flight are left out")
         if state := self.world.broadcast_object(state):

@@ -14,7 +14,7 @@ from tests.unit.test_window_sampler import (
     trained_on,
 )
 from verl_megatron.separate.ordered_sampler import OrderedSampler
-from verl_megatron.separate.remote_sampler import Demand, Resumed, without_samples
+from verl_megatron.separate.remote_sampler import Demand, Resumed
 
 AT = 5  # iteration of the checkpoint
 
@@ -152,16 +152,20 @@ def test_under_another_layout_every_prompt_is_trained_on_once(seed, staleness):
         samples = state["table"]["samples"][rank::2]
         own = {name: count // 2 + rank * (count % 2) for name, count in counts.items()}
         parts.append(state | {"table": state["table"] | {"samples": samples}, "counts": own})
-    fleet, sampler, source = resumed(without_samples(parts), cursor, staleness=staleness)
+    fleet, sampler, source = resumed(sampler.without_samples(parts), cursor, staleness=staleness)
     used += finished(fleet, sampler, source, staleness=staleness)
     assert sorted(sum(used, [])) == list(range(P * LAST))
     assert sampler._counts.trained == P * LAST * SAMPLES
 
 
 def test_states_without_samples_in_flight():
-    assert without_samples([]) == {}
+    _, window, source = started(staleness=0)
+    demand = Demand(draw=DRAW, cursor=source.cursor, max_staleness=1, last=LAST)
+    sampler = OrderedSampler(PatientFleet(1), demand, keeps_all=True)
+    assert sampler.without_samples([]) == {}
+    assert "iterations" not in sampler.without_samples([window.state_dict()]), "of another async.buffer"
     counts = {"sampled": 9, "trained": 4, "dropped": 1, "dropped_tokens": 7}
-    found = without_samples([{"iterations": [{"iteration": 6}], "counts": counts}] * 2)
+    found = sampler.without_samples([{"iterations": [{"iteration": 6}], "counts": counts}] * 2)
     assert found["iterations"] == [] and found["counts"] == {
         "sampled": 10,
         "trained": 8,

@@ -173,6 +173,9 @@ class OrderedSampler(RemoteSampler):
             )
         return {"iterations": iterations, "counts": self._saved_counts()}
 
+    def _emptied(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state | {"iterations": []} if "iterations" in state else state
+
     def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
         if "iterations" not in state:  # of a run with async.buffer=window
             return

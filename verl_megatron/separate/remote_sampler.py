@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -183,6 +184,24 @@ class RemoteSampler(ABC):
             usable: whether samples would be made alike now; if not, they are made again.
         """
 
+    def without_samples(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return one state for `load_state_dict` from those of all ranks of another layout.
+
+        It has no samples: those in flight are made again. The counts are of all ranks together. Empty without
+        states.
+        """
+        if not states:
+            return {}
+        counts = Counter[str]()
+        for state in states:
+            counts.update(state["counts"])
+        made = {"sampled": counts["trained"] + counts["dropped"]}
+        return self._emptied(states[0]) | {"counts": dict(counts) | made}
+
+    @abstractmethod
+    def _emptied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state without its samples; that of another async.buffer as it is."""
+
     def _saved_counts(self) -> dict[str, int]:
         """Return the counts for `state_dict`."""
         return asdict(self._counts) | {"trained": self._counts.trained - self._untrained}
@@ -231,22 +250,3 @@ class RemoteSampler(ABC):
                 said = f"{waited}, and missing samples are made again"
             self._fleet.say_joined(place, said)
         return joined
-
-
-def without_samples(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one state for `RemoteSampler.load_state_dict` from those of all ranks of another layout.
-
-    It has no samples: those in flight are made again. The counts are of all ranks together. Empty without
-    states.
-    """
-    if not states:
-        return {}
-    counts = dict.fromkeys(states[0]["counts"], 0)
-    for state in states:
-        counts = {name: count + state["counts"][name] for name, count in counts.items()}
-    made = {"sampled": counts["trained"] + counts["dropped"]}
-    found: dict[str, Any] = states[0] | {"counts": counts | made}
-    if "table" not in found:
-        return found | {"iterations": []}
-    groups = [(number, first, None, None) for number, first, *_ in found["table"]["groups"]]
-    return found | {"table": found["table"] | {"groups": groups, "complete": [], "samples": []}}

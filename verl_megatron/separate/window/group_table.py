@@ -180,6 +180,12 @@ class GroupTable:
             "samples": [vars(found) for number, found in self.own.items() if number in training],
         }
 
+    @staticmethod
+    def emptied(state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state in which no group is complete."""
+        groups = [(number, first, None, None) for number, first, *_ in state["groups"]]
+        return state | {"groups": groups, "complete": [], "samples": []}
+
     def load_state_dict(self, state: dict[str, Any], draw: Draw) -> None:
         """Restore what `state_dict` returned; `draw` is that of an iteration."""
         blocks = {

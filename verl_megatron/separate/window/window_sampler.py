@@ -351,6 +351,9 @@ class WindowSampler(RemoteSampler):
             "counts": self._saved_counts(),
         }
 
+    def _emptied(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state | {"table": GroupTable.emptied(state["table"])} if "table" in state else state
+
     def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
         if "table" not in state:  # of a run with async.buffer=in_order
             return
