@@ -17,7 +17,9 @@ from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from verl_megatron.launch.options import Options, whole_number
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMED = "|".join(list(DTYPES)[:3])  # for help
 SUMMARIES = {
     "hf-to-mcore": "writes a checkpoint for any tensor, pipeline and virtual pipeline parallelism",
     "mcore-to-hf": "writes a Hugging Face folder from any layout; optimizer state is left out",
@@ -29,7 +31,10 @@ EXAMPLES = {
         "outputs/toy/model checkpoint",
         "outputs/toy/model checkpoint --workers 2 --memory-gib 2",
     ),
-    "mcore-to-hf": ("checkpoint exported", "checkpoint exported --dtype bf16 --template outputs/toy/model"),
+    "mcore-to-hf": (
+        "checkpoint exported",
+        "checkpoint exported --dtype bfloat16 --template outputs/toy/model",
+    ),
     "inspect": ("checkpoint", "outputs/toy/model"),
     "verify": ("outputs/toy/model exported", "outputs/toy/model checkpoint --workers 2"),
 }
@@ -67,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         default="te",
         help="layer spec of the models that will load it; te's files are read by both",
     )
-    to_hf.add_argument("--dtype", choices=list(DTYPES), help="of the tensors written; default: as stored")
+    to_hf.add_argument(
+        "--dtype", choices=list(DTYPES), metavar=NAMED, help="of the tensors written; default: as stored"
+    )
     inspect.add_argument("source", type=Path, metavar="PATH", help="folder to read")
     verify.add_argument("source", type=Path, metavar="A", help="a folder")
     verify.add_argument("target", type=Path, metavar="B", help="the folder to compare it with")

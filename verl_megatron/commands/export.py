@@ -17,11 +17,11 @@ from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
-from verl_megatron.commands.convert import DTYPES
+from verl_megatron.commands.convert import DTYPES, NAMED
 from verl_megatron.launch.options import Options
 from verl_megatron.manifest import manifest_problem
 
-EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bf16")
+EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bfloat16")
 MEMORY_BYTES, FILE_BYTES = 4 << 30, 4 << 30
 
 
@@ -35,7 +35,12 @@ def run(arguments: list[str]) -> int:
     options.add_argument("run", metavar="RUN", type=Path, help="run.output_dir of the run")
     options.add_argument("--step", type=int, help="iteration of the checkpoint; without it the newest")
     options.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN/export/step_N")
-    options.add_argument("--dtype", choices=list(DTYPES), help="without it that of the model it started from")
+    options.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        metavar=NAMED,
+        help="without it that of the model it started from",
+    )
     given = options.parse_args(arguments)
     path = _checkpoint(given.run, given.step)
     manifest, problem = read_manifest(path, manifest_problem)
