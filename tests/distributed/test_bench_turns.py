@@ -45,6 +45,7 @@ def test_both_ways_are_measured_in_turns(tmp_path):
     assert not (tmp_path / "run/actor").exists() and not (tmp_path / "run/checkpoint").exists()
 
 
+@pytest.mark.long
 def test_sizes_of_micro_batches_are_measured_on_the_same_prompts(tmp_path):
     settings = ("engine.tokens_per_micro_batch=64", "run.iterations=6", "run.track_metrics=[console,jsonl]")
     record = ("rollout.record_interval=1", "rollout.record_prompts=16")

@@ -10,6 +10,7 @@ import torch
 from tests.worlds import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without GPUs")
 def test_every_cpu_patch_is_needed(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -97,7 +97,7 @@ SMALL = [
 
 def refused(toy, tmp_path) -> str:
     """The one line that a run says of its output folder before it builds anything."""
-    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *SMALL), folder=tmp_path).wait(timeout_s=120)
+    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *SMALL), folder=tmp_path).wait(timeout_s=300)
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
     assert "command_line.py" not in ended.stderr and "built in" not in ended.stdout, ended.text
     return ended.error_lines[0]

@@ -161,7 +161,7 @@ def test_bad_input_is_refused(refusals, name, nproc, words):
     assert "Traceback" not in found["text"] and "vllm was imported" not in found["text"], found["text"]
 
 
-@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize("validation", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_reward_that_always_fails(toy, tmp_path, validation):
     """Nothing can be learnt from it: the run ends where that is known, without a checkpoint or an export."""
     job = [
@@ -192,7 +192,7 @@ def test_a_reward_that_always_fails(toy, tmp_path, validation):
 def test_a_refusal_under_torchrun(toy, tmp_path):
     """The message comes once, from either rank, and no rank goes on."""
     started = start(2, TRAIN, *settings_of(toy, tmp_path / "run", "rollout.tp=3"), folder=tmp_path)
-    ended = started.wait(timeout_s=120)
+    ended = started.wait(timeout_s=300)
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
     codes = re.findall(r"exitcode  : (-?\d+)", ended.stderr)
     assert len(codes) == 2 and "2" in codes and set(codes) <= {"2", "-15"}, (

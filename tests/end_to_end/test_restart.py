@@ -21,7 +21,7 @@ from verl_megatron.observe.tracking import read_metrics
 PLACES = ("actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2")
 
 
-@pytest.mark.parametrize(("moments", "least"), [(4, 3)])
+@pytest.mark.parametrize(("moments", "least"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_learns_the_same_to_the_bit(tmp_path, moments, least):
     """Checkpoints are written while training goes on, so that kills strike in that, too."""
     command = [
@@ -45,7 +45,7 @@ def test_killed_at_random_moments_it_learns_the_same_to_the_bit(tmp_path, moment
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     kills, struck = re.search(r"(\d+) kills in \d+ attempts: (\{.*\})", ended.stdout).groups()
-    assert int(kills) >= least and len(struck.split(",")) > 2, (
+    assert int(kills) >= least and len(struck.split(",")) >= least, (
         ended.stdout
     )  # most of them; where they strike is chance
 
@@ -112,7 +112,7 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
             victim = started.rank(1)  # before there is a hurry
         time.sleep(0.01)
     os.kill(victim or started.rank(1), signal.SIGTERM)
-    ended = started.wait(timeout_s=120)
+    ended = started.wait(timeout_s=300)
     assert ended.code == 0 and not ended.error_lines, ended.text
     (step,) = re.findall(r"ending after iteration (\d), as SIGTERM asks for", ended.stdout)
     assert (tmp_path / f"run/checkpoint/step_{step}/manifest.json").exists() and 1 <= int(step) < 4

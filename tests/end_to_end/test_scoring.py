@@ -42,6 +42,7 @@ def weights(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(newest.glob("*/*.distcp"))]
 
 
+@pytest.mark.long
 def test_in_turns_it_is_the_run_on_one_rank(job, toy, tmp_path):
     """The rollout is where training is; the reward model and the reference are not."""
     run(1, TRAIN, *settings_of(toy, tmp_path / "together", *job), folder=tmp_path)
@@ -73,7 +74,7 @@ def test_a_scoring_world_that_dies_is_started_again_and_the_numbers_stay(stale, 
     """It works ahead of training, and is killed in the middle of that."""
     with started(tmp_path, *settings_of(toy, tmp_path / "run", *job, *STALE, *SCORING)) as worlds:
         kill(worlds, "reward", once="step 2/6")
-        ended = worlds.wait(timeout_s=120)
+        ended = worlds.wait(timeout_s=300)
         assert not ended.code and not worlds.leftovers(), ended.text
     assert ended.stdout.count("the reward world ended with 137 and is started again") == 1
     assert ended.stdout.count("reward world 2 has joined; training has waited") == 1
