@@ -24,6 +24,13 @@ step() { # name, command: run within the limit, log to LOGS/name.log
   table+=("$(printf '%-28s %-8s %4d s' "$1" "$([[ $status == 0 ]] && echo passed || echo "code $status")" $((SECONDS - begin)))")
   echo "== ${table[-1]}"
   grep -v -i -E 'warn|deprecat|\*\*\*\*|^$|Capturing|Loading|registered' "$LOGS/$1.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-260
+  return "$status"
+}
+
+weights() { # name of the step, folder, options of make_random.py: unless they are there
+  [[ -f $2/reward.py ]] && return
+  LIMIT_S=$((2 * LIMIT_S)) step "$1" python tools/make_random.py "${@:2}"
+  [[ -f $2/reward.py ]] || { echo "== $1 is needed for this stage; ONLY=${ONLY:-} leaves it out, or it has failed"; return 1; }
 }
 
 world() { python -m torch.distributed.run --standalone --nproc-per-node "$@"; }
@@ -70,7 +77,7 @@ stage_resume() {
 
 recipe() { # folder of the run, recipe, settings
   GPUS=$RANKS bash recipes/"$2".sh run.track_metrics=[console,jsonl,timeline] run.output_dir="$LOGS/$1" run.iterations=3 "${@:3}" || return
-  echo "$1: medians of iterations 2 and 3" && python - "$LOGS/$1/metrics.jsonl" <<'END'
+  echo "$1: medians of the iterations after the first" && python - "$LOGS/$1/metrics.jsonl" <<'END'
 import json, statistics, sys
 rows = [row for row in map(json.loads, open(sys.argv[1])) if "time/rollout_s" in row][1:]
 names = [name for name in rows[-1] if name.startswith(("time/", "memory/", "perf/", "train/"))]
@@ -96,23 +103,25 @@ stage_ppo_long() {
   LIMIT_S=$((2 * LIMIT_S)) step ppo_long_pp bash -c "recipe ppo_long_pp llama3_8b_ppo $run actor.layout=pp2vpp4 critic.layout=pp2vpp4 engine.tokens_per_micro_batch=8192 reshard.offload=optimizer"
 }
 
-# the same job through verl, for the Python of VERL_PYTHON (python3); without verl ours alone, beside its plan
+# The same job through verl, for the Python of VERL_PYTHON (python3, and without verl there ours alone), beside
+# our plans. verl needs up to four minutes before its first iteration: a step that is cut short goes on where it
+# was when it is called again.
 stage_verl() {
   local python=${VERL_PYTHON:-python3} tp=$((RANKS >= 2 ? 2 : 1)) layers=$((RANKS == 1 ? 12 : 32)) only=""
-  "$python" -c 'import verl' 2>/dev/null || only="--only ours"
+  if [[ -v VERL_PYTHON ]]; then "$python" -c 'import verl' || return 0; else "$python" -c 'import verl' 2>/dev/null || only="--only ours"; fi
   local fp8="engine.tokens_per_micro_batch=16384 engine.dtype=fp8 rollout.kv_cache_dtype=fp8"
-  local same="--gpus $RANKS --verl-python $python $only --limit $LIMIT_S"
-  LIMIT_S=$((3 * LIMIT_S)) LINES_SHOWN=30 step verl_grpo python -m verl_megatron benchmark verl $same --layers $layers --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl" --way larger engine.tokens_per_micro_batch=16384 --way fp8 $fp8 --way fp8_weights $fp8 rollout.weight_dtype=fp8 reference.dtype=fp8
+  local same="--gpus $RANKS --verl-python $python $only --resume --limit $((2 * LIMIT_S - 40))"
+  local larger="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16384 actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16384"
+  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=30 step verl_grpo python -m verl_megatron benchmark verl $same --layers $layers --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl" --verl $larger --way larger engine.tokens_per_micro_batch=16384 --way fp8 $fp8 --way fp8_weights $fp8 rollout.weight_dtype=fp8 reference.dtype=fp8
   # actor and critic with their optimizers beside each other: fewer layers
-  LIMIT_S=$((3 * LIMIT_S)) LINES_SHOWN=30 step verl_ppo python -m verl_megatron benchmark verl $same --layers $((8 * RANKS)) --algorithm ppo --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl_ppo"
+  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=30 step verl_ppo python -m verl_megatron benchmark verl $same --layers $((8 * RANKS)) --algorithm ppo --tp $tp --rollout-tp $tp --out "$SCRATCH/beside_verl_ppo"
 }
 
 # half of the GPUs generate while the others train, against all of them in turns; responses of mixed lengths
 stage_separate() {
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/mixed" half=$((RANKS / 2)) prompts=$((26 * RANKS))
-  [[ -f $folder/reward.py ]] ||
-    step separate_weights python tools/make_random.py "$folder" --layers 20 --response-tokens 390
+  weights separate_weights "$folder" --layers 20 --response-tokens 390 || return
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false data.samples_per_prompt=8 data.max_prompt_tokens=512 algorithm.kl_coef=0 rollout.max_tokens=2048 rollout.min_tokens=0 rollout.ignore_eos=false actor.layout=tp1 rollout.tp=1 engine.tokens_per_micro_batch=8192"
   local where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
   LIMIT_S=$((2 * LIMIT_S)) step separate_turns env "${where[@]}" bash -c "recipe separate_turns llama3_8b_grpo $run data.prompts_per_iteration=$prompts algorithm.num_mini_batches=4 reshard.mode=share reshard.offload=none rollout.gpu_memory_utilization=0.3 run.iterations=4"
@@ -132,7 +141,7 @@ stage_grpo() { # an actor of 8B, split over the ranks and whole on each
 stage_passes() {
   local folder="$SCRATCH/passes" layout="tp$RANKS"
   ((RANKS == 1)) || layout+=sp
-  [[ -f $folder/reward.py ]] || step passes_weights python tools/make_random.py "$folder" --layers $((6 * RANKS))
+  weights passes_weights "$folder" --layers $((6 * RANKS)) || return
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false algorithm.num_mini_batches=1"
   run+=" data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true"
   run+=" actor.layout=$layout rollout.tp=$RANKS reshard.mode=share reshard.offload=none engine.tokens_per_micro_batch=8192 rollout.gpu_memory_utilization=0.25"
@@ -146,8 +155,7 @@ stage_passes() {
 stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation does not take the time
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/long"
-  [[ -f $folder/reward.py ]] ||
-    step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
+  weights long_weights "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16 || return
   local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.num_mini_batches=2"
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false"
   step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
@@ -157,8 +165,7 @@ stage_wide() { # few layers of a 70B model's width
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/wide" layers=$((3 * RANKS)) places="reshard.offload=all"
   ((RANKS == 2)) || places="actor.layout=tp4sp critic.layout=tp4sp rollout.gpu_memory_utilization=0.1"
-  [[ -f $folder/reward.py ]] ||
-    step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
+  weights wide_weights "$folder" --shape llama3-70b --layers $layers --rows 64 || return
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true run.save_interval=0 run.export=false"
   step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap $places"
 }
@@ -167,8 +174,7 @@ stage_wide() { # few layers of a 70B model's width
 stage_whole() {
   ((RANKS == 4)) || return 0
   local folder="$SCRATCH/llama3-70b"
-  [[ -f $folder/reward.py ]] ||
-    step whole_weights python tools/make_random.py "$folder" --shape llama3-70b --rows 16
+  weights whole_weights "$folder" --shape llama3-70b --rows 16 || return
   step whole bash -c "world 4 tools/bench/weight_sync.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
 }
 
@@ -185,8 +191,7 @@ stage_fp8() { # the toy job learns as in bfloat16; a reference in fp8 beside an 
 stage_save() {
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/save" layers=$((8 * RANKS))
-  [[ -f $folder/reward.py ]] ||
-    step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
+  weights save_weights "$folder" --layers $layers --rows 64 || return
   local common="$tp2 data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
   local run="$common run.export=false run.save_interval=2 run.keep_last_k=1" where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
   step save_async_false env "${where[@]}" bash -c "recipe save_false llama3_8b_grpo $run run.async_save=false"
@@ -201,7 +206,7 @@ stage_offload() {
   step copies python tools/bench/copies.py
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/llama3-8b"
-  [[ -f $folder/reward.py ]] || step offload_weights python tools/make_random.py "$folder"
+  weights offload_weights "$folder" || return
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true data.prompts_per_iteration=32"
   local run="--config-name grpo_8b actor.path=$folder/model data.train=$folder/train.jsonl reward.function=$folder/reward.py:score run.output_dir=$LOGS/offload"
   LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench/offload.py $run $lengths $tp2 rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
@@ -248,7 +253,7 @@ stage_scaling() {
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/scaling" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
-  [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --layers 12
+  weights scaling_weights "$folder" --layers 12 || return
   local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512" plain="reshard.mode=keep reshard.offload=none engine.tokens_per_micro_batch=8192"
   LIMIT_S=$((2 * LIMIT_S)) step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 5 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" $plain rollout.gpu_memory_utilization=0.25
 }

@@ -14,10 +14,12 @@ from transformers import AutoTokenizer
 from verl_megatron.benchmarks.beside_verl import runs
 from verl_megatron.benchmarks.beside_verl.command import config_of, job_of, main, parser, plan_of, ways_of
 from verl_megatron.benchmarks.beside_verl.job import write_job
+from verl_megatron.benchmarks.beside_verl.record import Record
 from verl_megatron.benchmarks.beside_verl.report import planned, table
 from verl_megatron.benchmarks.beside_verl.runs import (
     OUR_PHASES,
     VERL_PHASES,
+    Measured,
     RunFailedError,
     measured,
     version_of_verl,
@@ -78,6 +80,8 @@ def test_settings_of_both_describe_one_job(model, tmp_path, algorithm):
     ):
         assert ours[own] == theirs[other], own
     assert theirs[f"{actor}.ppo_mini_batch_size"] * ours["algorithm.num_mini_batches"] == job.prompts
+    if algorithm == "ppo":
+        assert theirs["+critic.ppo_infer_max_token_len_per_gpu"] == ours["engine.tokens_per_micro_batch"]
     assert ("critic.layout" in ours) == ("critic.optim.lr" in theirs) == (algorithm == "ppo")
 
 
@@ -97,11 +101,14 @@ def test_ways_take_the_place_of_settings(model, tmp_path):
 def test_medians_leave_out_the_first_two_iterations():
     rows = [{"gen": 9.0, "reward": 9.0, "update_actor": 9.0, "iteration": 30.0}] * 2
     rows += [{"gen": gen, "reward": 0.5, "update_actor": 2.0, "iteration": 5.0} for gen in (1.0, 2.0, 7.0)]
-    verl = measured("verl", rows, VERL_PHASES, [10.0, 12.0])
+    verl = measured("verl", rows, VERL_PHASES, [10.0, 12.0], problem="verl ended with 1")
+    assert verl.problem == "verl ended with 1", "after the iterations that count"
     assert verl.seconds["rollout"] == 2.5 and verl.seconds["actor update"] == 2.0
     assert verl.seconds["iteration"] == 5.0 and verl.memory_gib == 12.0
     with pytest.raises(RunFailedError, match="2 iterations, of which the first two"):
         measured("verl", rows[:2], VERL_PHASES, [])
+    with pytest.raises(RunFailedError, match="verl ended with 1"):
+        measured("verl", rows[:2], VERL_PHASES, [], problem="verl ended with 1")
     job = job_of(given())
     ours = measured(
         "ours", [{"rollout": 1.0, "reshard": 0.25, "return": 0.25, "iteration": 2.0}] * 3, OUR_PHASES, []
@@ -133,13 +140,26 @@ def test_metrics_of_a_run_of_ours_are_read(model, tmp_path, monkeypatch):
 
 def test_a_run_that_fails_or_takes_too_long_is_told_and_leaves_nothing(tmp_path):
     log = tmp_path / "way" / "log.txt"
-    with pytest.raises(RunFailedError, match=r"way ended with 3; .*log.txt ends with:\nwhat is wrong"):
-        runs._run(["bash", "-c", "echo what is wrong; exit 3"], os.environ, log, 60)
+    many = f"seq {runs.ERROR_CHARACTERS}"
+    said = runs._run(["bash", "-c", f"echo a KeyError; {many}; echo the end; exit 3"], os.environ, log, 60)
+    assert "way ended with 3; " in said and "log.txt ends with:\na KeyError\n" in said
+    assert said.endswith("the end\n") and len(said) < runs.ERROR_CHARACTERS + 200
     begin = time.monotonic()
-    with pytest.raises(RunFailedError, match="way took longer than --limit 1 s"):
-        runs._run(["bash", "-c", "echo $$; sleep 300 & sleep 300"], os.environ, log, 1)
+    said = runs._run(["bash", "-c", "echo $$; sleep 300 & sleep 300"], os.environ, log, 1)
+    assert said.startswith("way took longer than --limit 1 s")
     assert time.monotonic() - begin < 30
     assert not runs._processes_of(int(log.read_text()))
+
+
+def test_a_call_that_was_cut_short_goes_on(tmp_path):
+    job, line = job_of(given(out=tmp_path)), Measured(name="ours", seconds={"iteration": 2.0}, memory_gib=1.5)
+    record = Record(job, "ours", settings=["engine.lr=1e-5"])
+    assert record.read() is None
+    record.folder.mkdir(parents=True)
+    record.write(line)
+    assert Record(job, "ours", settings=["engine.lr=1e-5"]).read() == line
+    assert Record(job, "ours", settings=[]).read() is None, "other settings"
+    assert Record(replace(job, prompts=16), "ours", settings=["engine.lr=1e-5"]).read() is None
 
 
 def test_a_python_without_verl_is_refused():

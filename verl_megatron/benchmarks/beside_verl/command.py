@@ -3,8 +3,12 @@
 Weights are random unless --hf names a model; prompts are random words, and all responses have the same
 length. Both programs use Megatron-Core and vLLM with the same layouts, micro-batches and optimizer steps;
 verl reaches Megatron-Core through Megatron-Bridge. The reference model takes part: in the loss of GRPO, in
-the reward of PPO. Ours runs once as it is, and once more for each --way, beside its plan. OUT/table.md has
-the table, and OUT/NAME the output of a run. --only ours needs no verl.
+the reward of PPO. Ours runs once as its recipe is, and once more for each --way, beside its plan. GRPO's
+recipe computes a shared prompt once: `--way row_by_row engine.shared_prompts=false` does as verl does.
+OUT/table.md has the table, and OUT/NAME the output of a run. --only ours needs no verl.
+
+A call that was cut short goes on with --resume, which keeps what an earlier call has measured of the same
+job on this machine since it started.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import torch
 from parallel import device
 from parallel.weights.shapes import SHAPES
 from verl_megatron.benchmarks.beside_verl.job import Job, write_job
+from verl_megatron.benchmarks.beside_verl.record import Record
 from verl_megatron.benchmarks.beside_verl.report import planned, table
 from verl_megatron.benchmarks.beside_verl.runs import (
     Measured,
@@ -35,6 +40,7 @@ from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.options import COUNT, Options
 from verl_megatron.planner import PlannedRun
+from verl_megatron.planner.preflight import check_fits, machine_here
 
 EXAMPLES = (
     "--gpus 2 --tp 2 --rollout-tp 2 --way fp8 engine.dtype=fp8 rollout.kv_cache_dtype=fp8",
@@ -66,6 +72,9 @@ def parser() -> Options:
         "--gpu-memory-utilization", type=rate, default=0.3, metavar="SHARE", help="vLLM's share of the GPU"
     )
     options.add_argument("--only", choices=("ours", "verl"), help="one of the programs")
+    options.add_argument(
+        "--resume", action="store_true", help="keep the runs of an earlier call on this machine"
+    )
     options.add_argument(
         "--way",
         nargs="+",
@@ -149,6 +158,7 @@ def plan_of(job: Job, name: str, config: TrainerConfig) -> PlannedRun:
     """
     try:
         refuse(check_config(config, world_size=job.gpus))
+        refuse(check_fits(config, world_size=job.gpus, machine=machine_here(), ranks_per_host=job.gpus))
         return PlannedRun.of(config, world_size=job.gpus, ranks_per_host=job.gpus, read=architecture)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
@@ -172,12 +182,19 @@ def measure(given: argparse.Namespace) -> tuple[str, list[RunFailedError]]:
     if verl:
         runs = {VERL: partial(run_verl, job, given.verl_python, given.verl)} | runs
     for name, run in runs.items():
-        print(f"{name}{f' {verl}' if name == VERL else ''}: {job.folder}/{name}/log.txt", flush=True)
+        record = Record(job, name, settings=[verl, *given.verl] if name == VERL else ways[name])
+        line = record.read() if given.resume else None
+        print(f"{name}: {'measured by an earlier call' if line else record.folder / 'log.txt'}", flush=True)
         try:
-            lines.append(run(limit_s=given.limit))
+            if line is None:
+                line = run(limit_s=given.limit)
+                record.write(line)
         except RunFailedError as error:
             failures.append(error)
             continue
+        if line.problem:
+            failures.append(RunFailedError(line.problem))
+        lines.append(line)
         if name in plans and (seconds := seconds_of(plans[name])):
             lines.append(planned(name, seconds))
     hardware = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from argparse import Namespace
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,16 @@ from typing import Any
 
 from parallel.weights.architecture import read_architecture
 from verl_megatron.benchmarks.data import write_parquet
-from verl_megatron.benchmarks.scaling.runs import make_prompts
+from verl_megatron.benchmarks.scaling.runs import environment, make_prompts
 from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.data.tokenizer import load_tokenizer
-from verl_megatron.examples.random_weights import REWARD, make_random
+from verl_megatron.examples.random_weights import REWARD
 
 # Gives verl, which reads chats, the tokens of a prompt that is a text. What has to come first depends on the
 # tokenizer.
 BEGINNINGS = ("{{ bos_token }}", "{{ bos_token }} ", "", " ")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+MAKE_RANDOM = "verl_megatron.examples.random_weights"  # module
 VERL_REWARD = '''def compute_score(data_source, solution_str, ground_truth, extra_info=None, **rest):
     """Share of vowels, as in reward.py."""
     return sum(solution_str.count(vowel) for vowel in "aeiou") / max(len(solution_str), 1)
@@ -96,8 +98,7 @@ def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> None:
     if model.is_symlink():
         model.unlink()
     if hf is None:
-        sizes = {"rows": 2 * job.prompts, "prompt_tokens": str(job.prompt_tokens)}
-        make_random(Namespace(out=job.folder, shape=shape, layers=layers, seed=1, response_tokens=0, **sizes))
+        _make_random(job, shape, layers)
     else:
         read_architecture(str(hf))
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +109,20 @@ def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> None:
         (job.folder / "reward.py").write_text(REWARD)
     _write_for_verl(job.folder)
     mark.write_text(json.dumps(made_of))
+
+
+def _make_random(job: Job, shape: str, layers: int) -> None:
+    """Write model, prompts and reward in a process of its own, which leaves no memory of the GPU in use.
+
+    Raises:
+        ValueError: not enough disk space, or unreasonable sizes.
+    """
+    sizes = {"--layers": layers, "--rows": 2 * job.prompts, "--prompt-tokens": job.prompt_tokens}
+    options = [f"{option}={value}" for option, value in sizes.items()]
+    command = [sys.executable, "-m", MAKE_RANDOM, str(job.folder), f"--shape={shape}", *options]
+    done = subprocess.run(command, env=environment(0), stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.rpartition("error: ")[2].strip())
 
 
 def _write_for_verl(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -41,7 +42,8 @@ VERL_PHASES = {
 }
 WARM_UP = 2  # iterations that do not count: they compile kernels and allocate memory
 ENDING_S = 20.0  # from SIGTERM to SIGKILL
-ERROR_CHARACTERS = 4000
+ERROR_CHARACTERS, ERROR_LINES, ERROR_WIDTH = 4000, 20, 300
+ERRORS = re.compile(r"Error\b|Exception\b|out of memory")
 
 
 class RunFailedError(RuntimeError):
@@ -54,12 +56,14 @@ class Measured:
 
     Args:
         seconds: by phase of the table; `iteration` is the whole.
-        memory_gib: allocated on the fullest GPU, by the program's own metric; None without one.
+        memory_gib: in use on the fullest GPU at the ends of our phases; None for verl
+        problem: what went wrong after the iterations that count.
     """
 
     name: str
     seconds: dict[str, float]
     memory_gib: float | None
+    problem: str = ""
 
 
 def run_ours(job: Job, name: str, given: Sequence[str], *, limit_s: float) -> Measured:
@@ -72,12 +76,12 @@ def run_ours(job: Job, name: str, given: Sequence[str], *, limit_s: float) -> Me
     (folder / METRICS_FILE).unlink(missing_ok=True)
     recipe = Recipe.find(RECIPES[job.algorithm], tuple(given))
     command = recipe.command(job.gpus, our_settings(job, name, given))
-    _run(command, environment(job.gpus), folder / "log.txt", limit_s)
+    problem = _run(command, environment(job.gpus), folder / "log.txt", limit_s)
     rows, _ = parsed_rows(complete_lines(folder / METRICS_FILE))
     rows = [row for row in rows if "time/rollout_s" in row]
     seconds = [_named(row, "time/", "_s") | {"iteration": row["train/step_time_ms"] / 1e3} for row in rows]
     memory = [max(_named(row, "memory/", "_mb").values()) / 1024 for row in rows]
-    return measured(name, seconds, OUR_PHASES, memory)
+    return measured(name, seconds, OUR_PHASES, memory, problem=problem)
 
 
 def run_verl(job: Job, python: str, given: Sequence[str], *, limit_s: float) -> Measured:
@@ -94,12 +98,11 @@ def run_verl(job: Job, python: str, given: Sequence[str], *, limit_s: float) -> 
     variables = dict(os.environ) | VERL_ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     for name in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         variables.pop(name, None)
-    _run(command, variables, folder / "log.txt", limit_s)
+    problem = _run(command, variables, folder / "log.txt", limit_s)
     rows = [json.loads(line)["data"] for line in complete_lines(metrics)]
     rows = [row for row in rows if "timing_s/step" in row]
     seconds = [_named(row, "timing_s/") | {"iteration": row["timing_s/step"]} for row in rows]
-    memory = [row["perf/max_memory_allocated_gb"] for row in rows if "perf/max_memory_allocated_gb" in row]
-    return measured("verl", seconds, VERL_PHASES, memory)
+    return measured("verl", seconds, VERL_PHASES, (), problem=problem)
 
 
 def _named(row: Mapping[str, float], prefix: str, suffix: str = "") -> dict[str, float]:
@@ -113,6 +116,8 @@ def measured(
     iterations: Sequence[Mapping[str, float]],
     phases: Mapping[str, Sequence[str]],
     memory_gib: Sequence[float],
+    *,
+    problem: str = "",
 ) -> Measured:
     """Return medians over the iterations after `WARM_UP`.
 
@@ -122,7 +127,7 @@ def measured(
     counted = iterations[WARM_UP:]
     if not counted:
         raise RunFailedError(
-            f"{name} has written {len(iterations)} iterations, of which the first two do not count"
+            problem or f"{name} has written {len(iterations)} iterations, of which the first two do not count"
         )
     seconds = {}
     for phase, parts in phases.items():
@@ -131,6 +136,7 @@ def measured(
         name=name,
         seconds=seconds | {"iteration": median(one["iteration"] for one in counted)},
         memory_gib=max(memory_gib, default=None),
+        problem=problem,
     )
 
 
@@ -158,8 +164,8 @@ def version_of_verl(python: str) -> str:
     return found.stdout.strip()
 
 
-def _run(command: Sequence[str], variables: Mapping[str, str], log: Path, limit_s: float) -> None:
-    """Run a command in a session of its own, and end what it leaves there."""
+def _run(command: Sequence[str], variables: Mapping[str, str], log: Path, limit_s: float) -> str:
+    """Run a command in a session of its own, and end what it leaves there; return what went wrong."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -169,15 +175,15 @@ def _run(command: Sequence[str], variables: Mapping[str, str], log: Path, limit_
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                raise RunFailedError(
-                    f"{log.parent.name} took longer than --limit {limit_s:g} s; {_end_of(log)}"
-                ) from None
-    if code:
-        raise RunFailedError(f"{log.parent.name} ended with {code}; {_end_of(log)}")
+                return f"{log.parent.name} took longer than --limit {limit_s:g} s; {_end_of(log)}"
+    return f"{log.parent.name} ended with {code}; {_end_of(log)}" if code else ""
 
 
 def _end_of(log: Path) -> str:
-    return f"{log} ends with:\n{log.read_text(errors='replace')[-ERROR_CHARACTERS:]}"
+    """Return the last errors of a log, which may be far from its end, and the end."""
+    text = log.read_text(errors="replace")
+    errors = [line[:ERROR_WIDTH] for line in text[:-ERROR_CHARACTERS].splitlines() if ERRORS.search(line)]
+    return "\n".join([f"{log} ends with:", *errors[-ERROR_LINES:], text[-ERROR_CHARACTERS:]])
 
 
 @contextlib.contextmanager

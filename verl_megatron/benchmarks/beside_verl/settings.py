@@ -13,9 +13,11 @@ FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
 VERL_ENVIRONMENT = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "PYTHONUNBUFFERED", "HYDRA_FULL_ERROR"), "1"),
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in our runs
     **dict.fromkeys(("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_DEDUP_LOGS"), "0"),
     **dict.fromkeys(("no_proxy", "NO_PROXY"), "*"),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it would end workers by a share of memory that loading exceeds
 }
 
 
@@ -90,7 +92,8 @@ def verl_settings(job: Job) -> dict[str, Any]:
         "critic.model.path": job.folder / "verl_model",
         "critic.model.use_remove_padding": True,
         "critic.model.enable_gradient_checkpointing": False,
-        "critic.forward_max_token_len_per_gpu": job.tokens,
+        # verl 0.9 reads neither ppo_max_token_len_per_gpu nor forward_max_token_len_per_gpu of a critic
+        "+critic.ppo_infer_max_token_len_per_gpu": job.tokens,
         "critic.optim.lr": 1e-5,
     }
     return settings | critic | _updates("critic", job) | _megatron("critic.megatron", job)
@@ -130,6 +133,7 @@ def _trainer(job: Job) -> dict[str, Any]:
         "trainer.default_local_dir": job.folder / "verl_checkpoints",
         "trainer.balance_batch": True,
         "+ray_kwargs.ray_init.include_dashboard": False,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
     }
 
 
