@@ -112,6 +112,20 @@ def newest(store: SealedStore, name: str) -> int:
     return store.part(name).add(WORLDS, 0)
 
 
+def give_up(root: SealedStore, number: int, reason: str) -> bool:
+    """Let all ranks of both worlds take a bridge for lost; return whether this call is the first.
+
+    Args:
+        root: keys of the bridges of its name.
+
+    Raises:
+        BridgeLostError: the training world's store is gone.
+    """
+    with losing("the training world has ended"):
+        root.put(f"{GONE}/{number}", reason)
+        return root.add(f"{GONE}/{number}/times", 1) == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bridge:
     """This process's end of the bridge."""
@@ -169,25 +183,40 @@ class Bridge:
             store=root.part(str(number)),
             wait=wait,
         )
-        if not trains:
-            bridge._pulses.append(Pulse(bridge.store, bridge.rank))
-        bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_serving}")
-        for rank in range(bridge.size):
-            within_s = (
-                CONNECT_S if trains else JOIN_S
-            )  # the serving ranks are there, but training may be busy
+        with bridge.abandoned_if_lost():
+            if not trains:
+                with losing("the training world has ended"):
+                    bridge._pulses.append(Pulse(bridge.store, bridge.rank))
+            bridge._await_ranks(trains=trains)
+        return bridge
+
+    def _await_ranks(self, *, trains: bool) -> None:
+        """Wait until all ranks of both worlds have joined; arguments and errors as of `join`."""
+        here = f"{self.num_training}+{self.num_serving}"
+        self.put(f"joined/{self.rank}", here)
+        within_s = CONNECT_S if trains else JOIN_S  # the serving ranks are there, but training may be busy
+        for rank in range(self.size):
             try:
-                sizes = bridge.value(f"joined/{rank}", within_s=within_s).decode()
+                sizes = self.value(f"joined/{rank}", within_s=within_s).decode()
             except TimeoutError as error:
                 if trains:
-                    raise BridgeLostError(f"the {name} world did not connect ({error})") from None
-                raise ValueError(f"{name}: {error}; look at training's output, or start it") from None
-            if sizes != f"{num_training}+{num_serving}":
+                    raise BridgeLostError(f"the {self.name} world did not connect ({error})") from None
+                raise ValueError(f"{self.name}: {error}; look at training's output, or start it") from None
+            if sizes != here:
                 raise ValueError(
-                    f"{name}: this world has {num_training} training and {num_serving} other ranks, and "
-                    f"rank {rank} of the bridge expects {sizes}; start both worlds with the same settings"
+                    f"{self.name}: this world has {self.num_training} training and {self.num_serving} other "
+                    f"ranks, and rank {rank} of the bridge expects {sizes}; start both worlds with the same "
+                    "settings"
                 )
-        return bridge
+
+    @contextlib.contextmanager
+    def abandoned_if_lost(self) -> Iterator[None]:
+        """Let go of this bridge if the block finds that it is lost."""
+        try:
+            yield
+        except BridgeLostError:
+            self.abandon()
+            raise
 
     @property
     def size(self) -> int:
@@ -231,7 +260,9 @@ class Bridge:
 
     def _connect(self, group: dist.ProcessGroup, store: dist.Store) -> None:
         kinds = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), self.rank, self.size, timeout=QUIET)
+        connect = timedelta(seconds=CONNECT_S)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), self.rank, self.size, timeout=connect)
+        gloo._set_default_timeout(QUIET)
         gloo._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         group._set_default_backend(kinds.GLOO)
@@ -271,8 +302,13 @@ class Bridge:
     # ---- values in the store
 
     def beside(self) -> "Bridge":
-        """Return this end over connections of its own, whose calls another thread's do not hold up."""
-        return replace(self, root=self.root.clone(), store=self.store.clone())
+        """Return this end over connections of its own, whose calls another thread's do not hold up.
+
+        Raises:
+            BridgeLostError: the training world's store is gone.
+        """
+        with losing("the training world has ended"):
+            return replace(self, root=self.root.clone(), store=self.store.clone())
 
     def put(self, key: str, value: bytes | str) -> None:
         """Set a key.
@@ -310,9 +346,7 @@ class Bridge:
         Raises:
             BridgeLostError: the training world's store is gone.
         """
-        with losing("the training world has ended"):
-            self.root.put(f"{GONE}/{self.number}", reason)
-            return self.root.add(f"{GONE}/{self.number}/times", 1) == 1
+        return give_up(self.root, self.number, reason)
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.

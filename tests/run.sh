@@ -62,8 +62,8 @@ if has_gpus; then
   run tests/unit tests/architecture tests/gpu "$@"
 else
   run -n auto tests/unit tests/architecture "$@" # side by side; the other tests start several processes each
-  # Tests of a few processes, which often wait for each other. Those of a file share what they have made.
-  run -n 2 --dist loadfile tests/distributed tests/parity tests/end_to_end tests/gpu "$@"
+  run -n 2 tests/distributed tests/parity "$@" # of few processes, which often wait for each other
+  run tests/end_to_end tests/gpu "$@" # alone: they look at what is left on the machine
 fi
 ((any)) || status=5
 exit "$status"

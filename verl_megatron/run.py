@@ -109,12 +109,17 @@ class Run:
         fullest = self.world.all_max(used)
         return dict(zip(phases, map(int, fullest.tolist())))
 
-    def close(self) -> None:
-        """Stop the reward workers, free the engine and let other worlds end. Collective."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop the reward workers, free the engine and let other worlds end. Collective, unless `failed`.
+
+        Args:
+            failed: as of `BaseTrainer.close`.
+        """
         if self.sampler.pool is not None:
             self.sampler.pool.close()
-        self.engine.close()
-        if self.scoring is not None:
+        if not (failed and isinstance(self.engine, RemoteEngine)):
+            self.engine.close()
+        if self.scoring is not None and not failed:
             self.scoring.close()
 
 

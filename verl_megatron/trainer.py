@@ -117,9 +117,8 @@ class RLTrainer(BaseTrainer):
         self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
         self.say(self._generation())
 
-    def close(self) -> None:
-        """Stop the reward workers and free the rollout engine."""
-        self.run.close()
+    def close(self, *, failed: bool = False) -> None:
+        self.run.close(failed=failed)
 
     @property
     def ahead(self) -> int | None:

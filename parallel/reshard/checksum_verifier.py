@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.reshard.checksum import checksum
@@ -40,8 +39,8 @@ class ChecksumVerifier:
             slices: compared as the transport's dtype.
         """
         self.transfers, self.reads, self.writes = slices.transfers, slices.reads, slices.writes
-        self.dtype, self.device, self.group = transport.dtype, transport.device, transport.group
-        self.verify = transport.verify
+        self.dtype, self.device, self.verify = transport.dtype, transport.device, transport.verify
+        self._transport = transport
         self.syncs = 0
         # By phase and side; their kernels read the parameters' values at the time of the launch.
         self._sides: dict[tuple[int, str], _Side] = {}
@@ -90,7 +89,7 @@ class ChecksumVerifier:
         # The source adds and the destination subtracts: modulo 2**64 the sum over the ranks is 0 if and only
         # if both checksums are equal.
         self._add("writes", self.writes, -1)
-        dist.all_reduce(self._difference, group=self.group)
+        self._transport.all_sum(self._difference)
         checked, wrong = self.checked, self._difference.nonzero().flatten().tolist()
         self.syncs += 1
         if wrong:

@@ -51,11 +51,18 @@ class Transport:
 
     def all_max(self, x: Tensor) -> None:
         """Replace `x` by the maximum over the group."""
+        self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def all_sum(self, x: Tensor) -> None:
+        """Replace `x` by the sum over the group."""
+        self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         if self.ranks is None:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(x, op=operation, group=self.group)
         else:  # torch.distributed would hide errors of a group that it does not know
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.reduceOp = dist.ReduceOp(operation)
             self.group.allreduce([x], options).wait()
 
     def exchange(self, messages: Sequence[Message]) -> list[dist.Work]:

@@ -169,6 +169,20 @@ def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_
     assert_balanced(tmp_path / "run")
 
 
+@pytest.mark.long
+def test_an_error_of_training_is_recovered_like_its_death(stale, toy, tmp_path):
+    """The rollout world is not told to end."""
+    settings = (*settings_of(toy, tmp_path / "run", *JOB, *STALE), "--max-restarts", "1")
+    with started(tmp_path, *settings, wrong_weights="error") as both:
+        ended = both.wait(timeout_s=300)
+        assert not ended.code and not both.leftovers(), ended.text
+    assert ended.stderr.count("a planted error") == 1 and "resuming after iteration 2" in ended.text, (
+        ended.text
+    )
+    assert numbers(tmp_path / "run") == numbers(stale)
+    assert_balanced(tmp_path / "run")
+
+
 def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
     """A window over two rollout worlds; one of them is killed between two weight syncs, then training."""
     window = ("async.max_staleness=1", "async.buffer=window", "async.partial=continue", "run.iterations=6")

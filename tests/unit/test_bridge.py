@@ -12,10 +12,13 @@ from parallel.bridge import ADDRESS, TOKEN, Bridge, BridgeLostError, given_addre
 from parallel.layout import Layout
 from parallel.reshard.plan import compile_plan
 from parallel.reshard.staged import StagedParameters
+from parallel.reshard.transport import Transport
 from parallel.reshard.versions import VersionedReshard
 from tests.distributed.reshard_worker import UNTIED, filled, rollout_shards, train_shards, whole_tensors
 from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import ServingWorld
 from verl_megatron.separate import weights
+from verl_megatron.separate.link import RolloutLink
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,36 @@ def test_a_world_that_ends_while_both_connect_is_lost(ends, left, monkeypatch):
         with pytest.raises(BridgeLostError, match="connecting: "):
             connect(bridges[left])
         ended.result()
+
+
+@pytest.mark.parametrize("operation", ["all_sum", "all_max"])
+def test_a_collective_with_a_world_that_has_ended_says_so(ends, operation):
+    """torch.distributed's own would raise a ValueError: it does not know the group."""
+    _, (training, rollout) = ends
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(rollout.group, "weights")
+        group = training.group("weights")
+        ended.result()
+    del ended
+    rollout.abandon()
+    gc.collect()  # closes the connections
+    transport = Transport(
+        dtype=torch.float32, group=group, device=torch.device("cpu"), ranks=training.ranks, verify="all"
+    )
+    with pytest.raises(RuntimeError, match="Connection|closed|reset"):
+        getattr(transport, operation)(torch.ones(1, dtype=torch.int64))
+
+
+def test_an_error_of_this_rank_alone_lets_all_ranks_notice(ends):
+    _, (training, rollout) = ends
+    link = object.__new__(RolloutLink)
+    link.bridge, link.served_by = training, ServingWorld(name="rollout", ranks=(1,))
+    with pytest.raises(torch.OutOfMemoryError):
+        raise link._lost(torch.OutOfMemoryError("of 80 GiB"))
+    rollout.check()
+    assert "has ended (a window is broken)" in str(link._lost(RuntimeError("a window is broken\nat ...")))
+    with pytest.raises(BridgeLostError, match="a window is broken"):
+        rollout.check()
 
 
 def test_too_little_memory_is_not_taken_for_a_lost_world():

@@ -7,6 +7,7 @@ import pytest
 from parallel.bridge import BridgeLostError
 from tests.one_rank import ONE_RANK
 from verl_megatron.model_specs import ServingWorld
+from verl_megatron.separate import roster
 from verl_megatron.separate.roster import Roster
 
 
@@ -14,7 +15,8 @@ class Worlds(Roster):
     """Worlds that come in this order, by place and number; those of a negative number end as they connect."""
 
     def __init__(self, arrivals):
-        meeting = SimpleNamespace(world=ONE_RANK, patience_s=0.0, work=lambda: None)
+        store = SimpleNamespace(part=lambda name: None)
+        meeting = SimpleNamespace(world=ONE_RANK, patience_s=0.0, work=lambda: None, store=store)
         super().__init__(meeting, [ServingWorld(name=name, ranks=(1,)) for name in ("reward", "teacher")])
         self.coming = [(place, abs(number), number > 0) for place, number in arrivals]
 
@@ -38,7 +40,9 @@ class Worlds(Roster):
         ([(0, 1), (0, -2), (0, 3), (1, 1)], [0, 1]),
     ],
 )
-def test_a_world_that_is_waited_for_beside_one_that_restarts(arrivals, joined):
+def test_a_world_that_is_waited_for_beside_one_that_restarts(arrivals, joined, monkeypatch):
     """Each place is named once, if its world is there: what it has to do is asked once."""
-    worlds = Worlds(arrivals)
+    worlds, given_up = Worlds(arrivals), []
+    monkeypatch.setattr(roster, "give_up", lambda root, number, reason: given_up.append(number))
     assert worlds.admit(until=lambda: 1 in worlds.links) == joined == sorted(worlds.links)
+    assert given_up == [-number for _, number in arrivals if number < 0], "its ranks learn of it"

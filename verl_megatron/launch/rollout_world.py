@@ -1,6 +1,7 @@
 """A rollout world: generates and scores what the training world orders, with the weights that it sends."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -14,6 +15,7 @@ from verl_megatron.rollout.stream import Partial
 from verl_megatron.run import make_reward_pool, make_vllm, sources_of
 from verl_megatron.separate.order_server import OrderServer
 from verl_megatron.separate.serving import Replica, join_training
+from verl_megatron.separate.weights import end_exchange
 from verl_megatron.separate.window.stream_server import StreamServer
 from verl_megatron.separate.world import ServingRanks
 
@@ -54,18 +56,19 @@ class RolloutWorld(ServingRanks[Replica]):
             exchange = together(own, partial(join_training, config, own, self.own, replica))
         except BridgeLostError:
             return False
-        server = (
-            StreamServer(replica, exchange, partial=cast(Partial, config.async_.partial))
-            if config.async_.buffer == "window"
-            else OrderServer(own, replica, exchange, drops=config.algorithm.dynamic_sampling)
-        )
         try:
+            server = (
+                StreamServer(replica, exchange, partial=cast(Partial, config.async_.partial))
+                if config.async_.buffer == "window"
+                else OrderServer(own, replica, exchange, drops=config.algorithm.dynamic_sampling)
+            )
             server.serve()
         except BridgeLostError as error:
             self._say_lost(error)
             exchange.versions.abandon()
             exchange.bridge.abandon()
             return False
-        exchange.versions.close()
+        with suppress(BridgeLostError):  # the run is over
+            end_exchange(exchange.versions, exchange.bridge)
         exchange.bridge.leave()
         return True

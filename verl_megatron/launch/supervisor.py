@@ -301,6 +301,8 @@ class _Supervisor:
                 world.given_up_at = world.given_up_at or now
                 if now > world.given_up_at + GRACE_S:
                     world.send(signal.SIGKILL)  # its ranks end with it
+            elif seen.has_joined:
+                world.given_up_at = 0.0  # it has joined again by itself
 
     def _next_attempt(self, name: str, attempt: int = 0) -> int:
         """Return which start of a world is due."""

@@ -143,9 +143,12 @@ class BaseTrainer:
                 with self.watchdog.operation("resume", timeout_s=SLOW_S):
                     self.state.resume()
                 self.record.resumed(self.state.step)
-                return self.loop()
-            finally:
-                self.close()
+                found = self.loop()
+            except BaseException:
+                self.close(failed=True)
+                raise
+            self.close()
+            return found
 
     @contextlib.contextmanager
     def _closing_metrics(self) -> Iterator[None]:
@@ -173,8 +176,13 @@ class BaseTrainer:
         """Run the iterations that are left; return the last metrics."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Free what `build` has started."""
+    def close(self, *, failed: bool = False) -> None:
+        """Free what `build` has started.
+
+        Args:
+            failed: by an error, perhaps of this rank alone: others may wait elsewhere, and the run may start
+                again. Nothing is collective, and other worlds are not told to end.
+        """
 
     @property
     def ahead(self) -> int | None:

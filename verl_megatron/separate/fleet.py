@@ -37,6 +37,7 @@ class Fleet(Roster[RolloutLink]):
         # Host copies by version, and by the size of the worlds whose plans read these parameters; 0: all.
         self._kept: dict[tuple[int, int], Parameters] = {}
         self.version = 0  # of the present weights
+        self.kv_cache_tokens = 0  # of a replica of the world that has joined last
         self.num_ended = 0  # worlds that have ended, since the last iteration's metrics
         self.shares = shares_of(self.worlds, config.rollout.tp)
         self._last_report = ReshardReport()
@@ -63,11 +64,6 @@ class Fleet(Roster[RolloutLink]):
             seconds=max(report.seconds for report in reports),
         )
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Size of a replica's cache."""
-        return next(iter(self.links.values())).kv_cache_tokens
-
     # ---- worlds --------------------------------------------------------------------------------------------
 
     def admit_any(self) -> list[int]:
@@ -80,7 +76,9 @@ class Fleet(Roster[RolloutLink]):
 
     def _connect(self, place: int, number: int) -> RolloutLink:
         keep = partial(self._keep, len(self.worlds[place].ranks)) if self._keeps else None
-        return RolloutLink(self._end, self.worlds[place], number=number, keep=keep)
+        link = RolloutLink(self._end, self.worlds[place], number=number, keep=keep)
+        self.kv_cache_tokens = link.kv_cache_tokens
+        return link
 
     def lose(self, place: int, reason: str) -> None:
         link = self.links[place]

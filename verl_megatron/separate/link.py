@@ -5,6 +5,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +36,7 @@ from verl_megatron.separate.orders import (
     owner_of,
     version_key,
 )
-from verl_megatron.separate.weights import send_versions
+from verl_megatron.separate.weights import end_exchange, send_versions
 
 Keep = Callable[[int, Parameters], None]  # version, snapshot
 KEPT = 4  # questions for samples that stay in the store; no replica looks at one as old
@@ -78,16 +79,18 @@ class RolloutLink:
             number=number,
             wait=end.wait,
         )
-        if self.bridge.rank == 0:
-            shards = SourceShards(shards=dict(source.shards), source_dtype=str(source.dtype))
-            self.bridge.put(SHARDS, pickle.dumps(shards))
-        self._parcels = Parcels(self.bridge, "samples")
-        self._version_of: dict[int, int] = {}  # by number of the sync
-        on_sent = None if keep is None else lambda sync, values: keep(self._version_of[sync], values)
-        self._versions = send_versions(config, self.bridge, source, end.dtype, keep=on_sent)
-        self.plan = self._versions.resharder.plan
-        verifies = config.reshard.verify != "none"
-        self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
+        with self.bridge.abandoned_if_lost():
+            if self.bridge.rank == 0:
+                shards = SourceShards(shards=dict(source.shards), source_dtype=str(source.dtype))
+                self.bridge.put(SHARDS, pickle.dumps(shards))
+            self.kv_cache_tokens = int(self.bridge.value(ENGINE))  # of a replica
+            self._parcels = Parcels(self.bridge, "samples")
+            self._version_of: dict[int, int] = {}  # by number of the sync
+            on_sent = None if keep is None else lambda sync, values: keep(self._version_of[sync], values)
+            self._versions = send_versions(config, self.bridge, source, end.dtype, keep=on_sent)
+            self.plan = self._versions.resharder.plan
+            verifies = config.reshard.verify != "none"
+            self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
         self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
         self._num_orders = self._num_fetches = 0
         self.has_served = False
@@ -97,11 +100,6 @@ class RolloutLink:
     def report(self) -> ReshardReport:
         """Report of the latest weight sync that has ended."""
         return self._versions.report or ReshardReport()
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Size of a replica's cache."""
-        return int(self.bridge.value(ENGINE))
 
     @property
     def num_replicas(self) -> int:
@@ -173,7 +171,13 @@ class RolloutLink:
             self._published.tell(sync, version=self._version_of[sync])
 
     def _lost(self, error: RuntimeError) -> BridgeLostError:
-        return BridgeLostError(f"the {self.served_by.name} world has ended ({str(error).splitlines()[0]})")
+        """Return the loss that an error means, and tell all ranks, which may have seen none."""
+        if isinstance(error, torch.OutOfMemoryError):  # of this rank's snapshots
+            raise error
+        reason = f"the {self.served_by.name} world has ended ({str(error).splitlines()[0]})"
+        with suppress(BridgeLostError):
+            self.bridge.give_up(reason)
+        return BridgeLostError(reason)
 
     # ---- orders --------------------------------------------------------------------------------------------
 
@@ -263,11 +267,7 @@ class RolloutLink:
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
-            self._versions.begin_close()
-            while not self._versions.closed:
-                self.bridge.check()  # a rank of it may be stopped
-                self.bridge.pause()
-            self._versions.close()
+            end_exchange(self._versions, self.bridge)
             self.bridge.await_leaving()
-        except (BridgeLostError, RuntimeError):
+        except BridgeLostError:
             pass  # it has ended, which is what is wanted

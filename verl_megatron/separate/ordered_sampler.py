@@ -47,6 +47,7 @@ class _Collection:
     parts: list[_Part] = field(default_factory=list)
     restored: list[Samples] = field(default_factory=list)  # from a checkpoint, without parts
     cursor: dict[str, Any] | None = None  # of the training prompts, after it; None: not known yet
+    num_deals: int = 0  # shares that were dealt out again: their samples may have other owners
 
     @property
     def samples(self) -> list[Samples]:
@@ -110,7 +111,7 @@ class OrderedSampler(RemoteSampler):
         self._present = {self._iteration: collection}
         batch = self._take(collection, self._draw)
         if self.follower is not None:
-            self.follower.collected(self._iteration, batch)
+            self.follower.collected(self._iteration, batch, collection.num_deals)
         return batch
 
     def _collect_validation(self, draw: Draw, version: int) -> RolloutBatch:
@@ -305,7 +306,8 @@ class OrderedSampler(RemoteSampler):
         found = [part.early if part.samples is None else part.samples for part in collection.parts]
         if self.follower is not None and None not in found:
             samples = list(chain.from_iterable(filter(None, found)))
-            self.follower.arrived(iteration, _batch_of(samples, self._draw, collection.version))
+            batch = _batch_of(samples, self._draw, collection.version)
+            self.follower.arrived(iteration, batch, collection.num_deals)
 
     def _arrived(self, part: _Part, cursor: dict[str, Any] | None) -> None:
         """Count the samples of a part; with dynamic sampling, note where the next order draws from."""
@@ -333,6 +335,8 @@ class OrderedSampler(RemoteSampler):
         while (part := next(filter(self._is_stranded, self._waiting), None)) is not None:
             part.early = None
             self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
+            if (collection := self._collections.get(part.order.iteration)) is not None:
+                collection.num_deals += 1
             self._give(part)
 
     def _is_stranded(self, part: _Part) -> bool:

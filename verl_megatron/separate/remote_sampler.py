@@ -64,11 +64,15 @@ NOTHING = Resumed()
 class Follower(Protocol):
     """Works on samples that arrive before their iteration begins."""
 
-    def arrived(self, iteration: int, batch: RolloutBatch) -> None:
-        """This rank has its samples of an iteration."""
+    def arrived(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
+        """This rank has its samples of an iteration.
 
-    def collected(self, iteration: int, batch: RolloutBatch) -> None:
-        """The iteration begins, on all ranks."""
+        Args:
+            deal: another number on all ranks once some of the samples are made again.
+        """
+
+    def collected(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
+        """The iteration begins, on all ranks; arguments as of `arrived`."""
 
 
 @dataclass(frozen=True, kw_only=True)

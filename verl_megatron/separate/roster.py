@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from parallel.bridge import (
@@ -15,6 +14,7 @@ from parallel.bridge import (
     SIGNS,
     Bridge,
     BridgeLostError,
+    give_up,
     losing,
     newest,
     open_store,
@@ -162,13 +162,11 @@ class Roster(ABC, Generic[AnyLink]):
                     self.lose(place, "another has joined")
                     joined = [other for other in joined if other != place]
                 self._numbers[place] = number
-                try:
-                    self.links[place] = link = together(self.world, partial(self._connect, place, number))
-                    joined.append(place)
-                    ranks = link.bridge.serving_ranks
-                    self._listeners[place] = Listener(ranks, self._meeting.patience_s)
-                except BridgeLostError:
+                if (link := self._joined_link(place, number)) is None:
                     continue  # it ended meanwhile; the next one may come
+                self.links[place] = link
+                joined.append(place)
+                self._listeners[place] = Listener(link.bridge.serving_ranks, self._meeting.patience_s)
             if until():
                 return joined
             if self.world.broadcast_object(time.monotonic() > end):
@@ -179,6 +177,20 @@ class Roster(ABC, Generic[AnyLink]):
                 )
             self.work()
             time.sleep(POLL_S)
+
+    def _joined_link(self, place: int, number: int) -> AnyLink | None:
+        """Join a bridge; None if a rank could not: then all ranks of both worlds let go of it."""
+        made: list[AnyLink] = []
+        try:
+            together(self.world, lambda: made.append(self._connect(place, number)))
+        except BridgeLostError as error:
+            for link in made:
+                link.abandon()
+            if self.world.is_first:
+                with suppress(BridgeLostError):
+                    give_up(self._meeting.store.part(self.worlds[place].name), number, str(error))
+            return None
+        return made[0]
 
     def _arrivals(self) -> list[tuple[int, int]]:
         """Return places and bridge numbers of worlds that have come, the same on every rank."""

@@ -94,7 +94,6 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
         ValueError: the training world does not answer, or has other settings.
         BridgeLostError: it ended meanwhile.
     """
-    arch, dtype = read_architecture(config.actor.path), replica.dtype
     bridge = Bridge.join(
         own,
         open_store(own, wait=replica.beat),
@@ -102,6 +101,17 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
         num_other=num_training_ranks(config),
         wait=replica.beat,
     )
+    with bridge.abandoned_if_lost():
+        return _exchange_over(bridge, config, own, served_by, replica)
+
+
+def _exchange_over(
+    bridge: Bridge, config: TrainerConfig, own: RankSet, served_by: ServingWorld, replica: Replica
+) -> Exchange:
+    """Set up what `join_training` returns, over a bridge that has been joined."""
+    arch, dtype = read_architecture(config.actor.path), replica.dtype
+    if own.is_first:
+        bridge.put(ENGINE, str(replica.engine.kv_cache_tokens).encode())
     source: SourceShards = pickle.loads(bridge.value(SHARDS))
     parcels = Parcels(bridge, "samples")
     plan = plan_of(config, bridge, arch, source.shards, dtype)
@@ -111,8 +121,6 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
         weights = replica.engine.fp8_target().values()
         converted = [tensor for weight in weights for tensor in (weight.weight_NK, weight.scale_N1)]
         served = ServedWeights(bridge, versions, target, converted)
-    if own.is_first:
-        bridge.put(ENGINE, str(replica.engine.kv_cache_tokens).encode())
     replica.activity.answers(bridge)
     worlds = rollout_worlds(config)
     share = shares_of(worlds, config.rollout.tp)[worlds.index(served_by)]

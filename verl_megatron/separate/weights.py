@@ -85,6 +85,20 @@ def receive_versions(
         return VersionedReshard(plan, {}, target, transport, staged=staged), target
 
 
+def end_exchange(versions: VersionedReshard, bridge: Bridge) -> None:
+    """End the exchange, which the other world ends, too.
+
+    Raises:
+        BridgeLostError: the other world has ended by a fault.
+    """
+    with losing("ending"):
+        versions.begin_close()
+        while not versions.closed:
+            bridge.check()  # a rank of it may be stopped
+            bridge.pause()
+        versions.close()
+
+
 def _transport(config: TrainerConfig, bridge: Bridge, dtype: torch.dtype) -> Transport:
     return Transport(
         dtype=dtype,

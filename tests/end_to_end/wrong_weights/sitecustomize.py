@@ -1,7 +1,8 @@
 """Makes a run generate with wrong weights, as WRONG_WEIGHTS says; Python imports this file by itself.
 
 skipped: the second version's largest tensor does not arrive; stale: none of it does; changed: an element
-changes while samples are generated; unsent: training sends the first version again.
+changes while samples are generated; unsent: training sends the first version again; error: training fails
+as it sends the fourth one, at its first start.
 """
 
 import importlib.machinery
@@ -43,8 +44,13 @@ def change_training(module, how: str) -> None:
             first.update({key: tensor.clone() for key, tensor in self._source.items()})
         publish(self, version, first)
 
-    if how == "unsent":
-        module.VersionedReshard.publish = same_again
+    def fail(self, version, values=None):
+        if version == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ArithmeticError("a planted error")
+        publish(self, version, values)
+
+    if how in ("unsent", "error"):
+        module.VersionedReshard.publish = same_again if how == "unsent" else fail
 
 
 CHANGES = {

@@ -75,9 +75,11 @@ class ScoringLink:
             number=number,
             wait=wait,
         )
-        self._parcels = Parcels(self.bridge, "scores")
+        with self.bridge.abandoned_if_lost():
+            self._parcels = Parcels(self.bridge, "scores")
         self._outbox = Outbox()
         self._tables: dict[str, SampleTable | None] = {}  # by name of the job; None: it is not known yet
+        self._dropped: set[str] = set()  # names of jobs
         self._told: dict[str, list[str]] = {}  # keys in the store by name of the job
         self._done: deque[str] = deque()  # names of jobs whose keys are still there
         self._num_jobs = 0
@@ -101,12 +103,17 @@ class ScoringLink:
         self._tables[job.name] = None
         self._outbox.add(partial(self._send, asked))
 
+    def drop(self, job: str) -> None:
+        """Forget a job whose results nobody wants; ranks that have not asked for it never will."""
+        self._dropped.add(job)
+
     def _send(self, asked: Asked) -> bool:
         """Send this rank's samples to the ranks that work on them, once the table of all is known."""
         job, bridge = asked.job, self.bridge
+        is_dropped = job.name in self._dropped
         keys = [columns_key(job.name, rank) for rank in bridge.training_ranks]
         if not all(bridge.has(key) for key in keys):
-            return False
+            return is_dropped  # nobody begins it
         table = job.table_of([pickle.loads(bridge.value(key)) for key in keys])
         layout = self._layouts[job.model]
         dp_B = table.assign(layout.dp)
@@ -165,10 +172,10 @@ class ScoringLink:
 
     def close(self) -> None:
         """Let the scoring world end."""
-        self._outbox.close()
         try:
             if self.bridge.rank == 0:
                 self.bridge.put(STOP, b"")
-            self.bridge.await_leaving()
+            self.bridge.await_leaving()  # it may still receive what the outbox has announced
         except BridgeLostError:
             pass  # it has ended, which is what is wanted
+        self._outbox.close()

@@ -26,6 +26,8 @@ from verl_megatron.separate.scoring.jobs import (
     turn_key,
 )
 
+Work = tuple[Job, SampleTable, DispatchedBatch]  # and the samples that this rank works on
+
 
 class ScoringServer:
     """Does the jobs of one bridge. Construction is collective over both worlds, all else over the scoring.
@@ -60,24 +62,29 @@ class ScoringServer:
         """
         turn = 0
         try:
-            while (found := together(self._world, partial(self._next, turn))) is not None:
+            while (found := self._agreed(turn)) is not None:
                 answers = self._do(*found)
                 together(self._world, partial(self._answer, found[0], answers))
                 turn += 1
         finally:
             self._outbox.close()
 
-    def _next(self, turn: int) -> tuple[Job, SampleTable, DispatchedBatch] | None:
+    def _agreed(self, turn: int) -> Work | None:
+        """Return the next job and its samples for this rank; None on all ranks at the end."""
+        found = together(self._world, partial(self._next, turn))
+        return found if all(self._world.all_gather_object(found is not None)) else None
+
+    def _next(self, turn: int) -> Work | None:
         """Wait for the next job and its samples for this rank; None at the end."""
         bridge = self._bridge
         self._activity.enter()
         while not bridge.has(turn_key(turn)):
+            if bridge.has(STOP):
+                return None
             if self._world.is_first and (job := self._choose()) is not None:
                 bridge.put(turn_key(turn), pickle.dumps(job))
                 bridge.drop(turn_key(turn - 2))  # all have begun the one after it
                 continue
-            if bridge.has(STOP):
-                return None
             self._outbox.check()
             self._beat()
             time.sleep(POLL_S)
@@ -85,7 +92,8 @@ class ScoringServer:
         keys = [columns_key(job.name, rank) for rank in bridge.training_ranks]
         columns = [pickle.loads(bridge.value(key)) for key in keys]
         table = job.table_of(columns)
-        return job, table, self._receive(job, table, columns)
+        samples = self._receive(job, table, columns)
+        return None if samples is None else (job, table, samples)
 
     def _choose(self) -> Job | None:
         """Return the first job whose samples are all known; None if there is none yet."""
@@ -98,14 +106,21 @@ class ScoringServer:
                 return self._waiting.pop(number)
         return None
 
-    def _receive(self, job: Job, table: SampleTable, columns: list[Tensor]) -> DispatchedBatch:
-        """Receive what this rank works on from the owners."""
+    def _receive(self, job: Job, table: SampleTable, columns: list[Tensor]) -> DispatchedBatch | None:
+        """Receive what this rank works on from the owners; None if the run ends before they have sent it."""
         role = self._roles[job.model]
         layout = role.engine.layout
         dp_B = table.assign(layout.dp)
         own = layout.coordinates(self._world.global_rank).dp
         owners = [rank for rank, (sample_id, *_) in enumerate(columns) if (dp_B[sample_id] == own).any()]
-        parts = [self._parcels.receive(source=rank, label=job.name) for rank in owners]
+        parts = []
+        for rank in owners:
+            while not self._parcels.has_come(source=rank, label=job.name):
+                if self._bridge.has(STOP):
+                    return None
+                self._beat()
+                time.sleep(POLL_S)
+            parts.append(self._parcels.receive(source=rank, label=job.name))
         here = RolloutBatch.concatenate(parts) if parts else RolloutBatch.from_lists([], [], [])
         fields = {name: value for name, value in here.tensors().items() if name != "input_ids"}
         return role.arrived(fields, table, dp_B)

@@ -5,6 +5,7 @@ Letters: O samples owned by this rank, T token positions.
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from torch import Tensor
@@ -72,6 +73,14 @@ class ScoringFleet(Roster[ScoringLink]):
         except BridgeLostError:
             pass  # noticed on all ranks when its results are received
 
+    def drop(self, asked: Asked) -> None:
+        """Forget a job that not all ranks have asked for."""
+        place = self.place_of(asked.job.model)
+        self._asked[place].pop(asked.job.name, None)
+        with suppress(BridgeLostError):
+            if place in self.links:
+                self.links[place].drop(asked.job.name)
+
     def receive(self, asked: Asked) -> tuple[dict[str, Tensor], float]:
         """Wait for a job's results; as of `ScoringLink.receive`. Collective over the training world."""
         place, since = self.place_of(asked.job.model), time.perf_counter()
@@ -100,23 +109,28 @@ class RemoteScorer(RemoteRole):
     def __init__(self, fleet: ScoringFleet, name: str, outputs: tuple[str, ...], *, last_token: bool):
         self._fleet, self._name, self._outputs, self._last_token = fleet, name, outputs, last_token
         self._asked: Asked | None = None
-        self._early: dict[int, Asked] = {}  # by iteration, whose samples have arrived before it began
+        # By iteration, whose samples have arrived before it began, with the deal that made them.
+        self._early: dict[int, tuple[int, Asked]] = {}
         self._count = 0  # jobs
         self._waited_s = self._seconds = 0.0
 
-    def begin_early(self, iteration: int, batch: RolloutBatch) -> None:
-        """Start the pass of an iteration as soon as this rank has its samples."""
-        if iteration not in self._early:
-            num_mini_batches = self._fleet.config.algorithm.num_mini_batches
-            self._early[iteration] = self._ask(f"iteration {iteration}", batch, num_mini_batches)
+    def begin_early(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
+        """Start the pass of an iteration as soon as this rank has its samples; arguments as of `Follower`."""
+        known, asked = self._early.get(iteration, (-1, None))
+        if known == deal:
+            return
+        if asked is not None:  # other ranks may never ask for it: their samples were made again
+            self._fleet.drop(asked)
+        num_mini_batches = self._fleet.config.algorithm.num_mini_batches
+        self._early[iteration] = deal, self._ask(f"iteration {iteration}/{deal}", batch, num_mini_batches)
 
-    def take_early(self, iteration: int, batch: RolloutBatch) -> None:
+    def take_early(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
         """Take the pass that was started before the iteration began, or start it.
 
         Collective over the training world: samples that were made again may differ in their last bits.
         """
-        self.begin_early(iteration, batch)
-        asked = self._early.pop(iteration)
+        self.begin_early(iteration, batch, deal)
+        _, asked = self._early.pop(iteration)
         known, found = asked.batch.generated_ids, batch.generated_ids
         is_same = known.shape == found.shape and bool((known == found).all())
         if all(self._fleet.world.all_gather_object(is_same)):
@@ -171,13 +185,13 @@ class Ahead(Follower):
     def __init__(self, scorers: Collection[RemoteScorer]):
         self._scorers = scorers
 
-    def arrived(self, iteration: int, batch: RolloutBatch) -> None:
+    def arrived(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
         for scorer in self._scorers:
-            scorer.begin_early(iteration, batch)
+            scorer.begin_early(iteration, batch, deal)
 
-    def collected(self, iteration: int, batch: RolloutBatch) -> None:
+    def collected(self, iteration: int, batch: RolloutBatch, deal: int) -> None:
         for scorer in self._scorers:
-            scorer.take_early(iteration, batch)
+            scorer.take_early(iteration, batch, deal)
 
 
 def remote_scorers(fleet: ScoringFleet, sampler: Sampler | RemoteSampler) -> dict[str, RemoteScorer]:
