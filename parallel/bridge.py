@@ -14,7 +14,6 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,22 +27,16 @@ import torch.distributed as dist
 from parallel import device
 from parallel.pulse import Pulse
 from parallel.rank_set import RankSet
-from parallel.runtime import store as stores
-from parallel.runtime.refusal import short_repr
-from parallel.sealed_store import SealedStore
+from parallel.sealed_store import JOIN_S, SealedStore
 
 T = TypeVar("T")
-ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
-START = "VERL_MEGATRON_START"  # and, of a world that is started again after a fault, which start it is
+START = "VERL_MEGATRON_START"  # environment variable: which start of its world a rank belongs to
 POLL_S = 0.002  # between two looks at the store
-JOIN_S = 600.0  # until the other world has started, or started again
 CONNECT_S = 60.0  # until all ranks, which have all started, are connected
 LEAVE_S = 10.0  # until ranks that have been told to end have done so
-TRY_S = 2.0  # for one connection to the store, which may not be served yet
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
 
 
-ROOT = "bridge/"  # before all keys
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
 LEFT = "left"  # before a rank: it has ended well
 SIGNS = "training"  # before the signs of life of training ranks
@@ -70,41 +63,6 @@ def together(own: RankSet, step: Callable[[], T]) -> T:
     if reasons := list(filter(None, own.all_gather_object(reason))):
         raise BridgeLostError(reasons[0])
     return result
-
-
-def given_address() -> tuple[str, int]:
-    """Return host and port of the bridge that the environment names.
-
-    Raises:
-        ValueError: it names none.
-    """
-    for name in (ADDRESS, TOKEN):
-        if not os.environ.get(name):
-            raise ValueError(
-                f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
-                "with verl-megatron train without --role, or give all the same address (HOST:PORT) and token"
-            )
-    host, _, port = os.environ[ADDRESS].rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
-        raise ValueError(f"{ADDRESS}={short_repr(os.environ[ADDRESS])} is no address; write HOST:PORT")
-    return host, int(port)
-
-
-def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] = lambda: None) -> SealedStore:
-    """Return the store that the environment names, which the training world's first rank serves.
-
-    Args:
-        own: all ranks of this process's world.
-        serves: whether that is the training world.
-        wait: called again and again while this rank waits for the training world.
-
-    Raises:
-        ValueError: the environment names no store, or nobody serves it.
-    """
-    host, port = given_address()
-    if serves and own.is_first:
-        stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
-    return SealedStore(_connected(host, port, wait), os.environ[TOKEN], ROOT)
 
 
 def newest(store: SealedStore, name: str) -> int:
@@ -390,25 +348,6 @@ def losing(what: str) -> Iterator[None]:
         raise
     except (dist.DistError, RuntimeError) as error:
         raise BridgeLostError(f"{what}: {str(error).splitlines()[0]}") from None
-
-
-def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
-    """Return a client of the store, which may not be served yet."""
-    end = time.monotonic() + JOIN_S
-    while True:
-        try:
-            # torch's client prints a stack if nobody answers
-            socket.create_connection((host, port), TRY_S).close()
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
-            store.set_timeout(timedelta(seconds=JOIN_S))
-            return store
-        except (OSError, RuntimeError) as error:
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"{ADDRESS}={host}:{port}: no training world answers there ({error}); start it"
-                ) from None
-            wait()
-            time.sleep(0.1)
 
 
 def _next_number(own: RankSet, root: SealedStore) -> int:

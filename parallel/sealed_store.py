@@ -3,11 +3,24 @@
 The token itself is nowhere in the store, neither in keys nor in values.
 """
 
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from parallel.rank_set import RankSet
+from parallel.runtime import store as stores
+from parallel.runtime.refusal import short_repr
 from parallel.runtime.seal import seal, unseal
+
+ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
+ROOT = "bridge/"  # before all keys of the run's store
+JOIN_S = 600.0  # until the training world has started, or started again
+TRY_S = 2.0  # for one connection to the store, which may not be served yet
 
 
 class SealedStore:
@@ -69,3 +82,57 @@ class SealedStore:
             ValueError: it was sealed with another token, or for another key.
         """
         return unseal(self._prefix + key, sealed, self._token)
+
+
+def given_address() -> tuple[str, int]:
+    """Return host and port of the bridge that the environment names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    for name in (ADDRESS, TOKEN):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"{name} is not set, and this run has worlds of its own for rollout or scores; start all "
+                "with verl-megatron train without --role, or give all the same address (HOST:PORT) and token"
+            )
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise ValueError(f"{ADDRESS}={short_repr(os.environ[ADDRESS])} is no address; write HOST:PORT")
+    return host, int(port)
+
+
+def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] = lambda: None) -> SealedStore:
+    """Return the store that the environment names, which the training world's first rank serves.
+
+    Args:
+        own: all ranks of this process's world.
+        serves: whether that is the training world.
+        wait: called again and again while this rank waits for the training world.
+
+    Raises:
+        ValueError: the environment names no store, or nobody serves it.
+    """
+    host, port = given_address()
+    if serves and own.is_first:
+        stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
+    return SealedStore(_connected(host, port, wait), os.environ[TOKEN], ROOT)
+
+
+def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
+    """Return a client of the store, which may not be served yet."""
+    end = time.monotonic() + JOIN_S
+    while True:
+        try:
+            # torch's client prints a stack if nobody answers
+            socket.create_connection((host, port), TRY_S).close()
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
+            store.set_timeout(timedelta(seconds=JOIN_S))
+            return store
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"{ADDRESS}={host}:{port}: no training world answers there ({error}); start it"
+                ) from None
+            wait()
+            time.sleep(0.1)

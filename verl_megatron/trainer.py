@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from parallel.bridge import given_address
 from parallel.rank_set import agree
 from parallel.runtime.refusal import short_repr, speak_once
+from parallel.sealed_store import given_address
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
 from verl_megatron.config import TrainerConfig, older_settings

@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from parallel.bridge import ADDRESS, TOKEN, Bridge, BridgeLostError, given_address, losing
+from parallel.bridge import Bridge, BridgeLostError, losing
 from parallel.layout import Layout
 from parallel.reshard.plan import compile_plan
 from parallel.reshard.staged import StagedParameters
 from parallel.reshard.transport import Transport
 from parallel.reshard.versions import VersionedReshard
+from parallel.sealed_store import ADDRESS, TOKEN, given_address
 from tests.distributed.reshard_worker import UNTIED, filled, rollout_shards, train_shards, whole_tensors
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ServingWorld

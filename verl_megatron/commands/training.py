@@ -128,8 +128,8 @@ def _run(training: Training, arguments: list[str]) -> int:
         _as_a_rank(training.module, arguments)
         return 0
     given, rest = launching.launcher_options(arguments)
-    from parallel.bridge import given_address
     from parallel.runtime.environment import check_environment
+    from parallel.sealed_store import given_address
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.bridge import GONE, LEFT, PATIENCE, ROOT, SIGNS, STARTED, newest
+from parallel.bridge import GONE, LEFT, PATIENCE, SIGNS, STARTED, newest
 from parallel.pulse import Listener
-from parallel.sealed_store import SealedStore
+from parallel.sealed_store import ROOT, SealedStore
 
 TRY_S = 1.0  # for an answer of the training world, which may be starting or ending
 

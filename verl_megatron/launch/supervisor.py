@@ -13,11 +13,12 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from parallel import device
-from parallel.bridge import ADDRESS, START
+from parallel.bridge import START
 from parallel.runtime import process, watchdog
 from parallel.runtime import store as stores
 from parallel.runtime.launch import PARENT
 from parallel.runtime.seal import TOKEN
+from parallel.sealed_store import ADDRESS
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.board import POLL_S, Board, BoardLostError
 from verl_megatron.launch.hosts import Part, place_worlds

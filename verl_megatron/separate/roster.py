@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from parallel.bridge import (
-    JOIN_S,
     LEFT,
     PATIENCE,
     POLL_S,
@@ -17,11 +16,11 @@ from parallel.bridge import (
     give_up,
     losing,
     newest,
-    open_store,
     together,
 )
 from parallel.pulse import Listener, Pulse
 from parallel.rank_set import RankSet
+from parallel.sealed_store import JOIN_S, open_store
 from verl_megatron.model_specs import ServingWorld
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served

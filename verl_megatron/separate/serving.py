@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.bridge import POLL_S, Bridge, losing, open_store
+from parallel.bridge import POLL_S, Bridge, losing
 from parallel.parcels import Parcels
 from parallel.rank_set import RankSet
 from parallel.reshard.versions import VersionedReshard
+from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import Prompt, TrainingPrompts

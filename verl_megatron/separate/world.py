@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from parallel import device
-from parallel.bridge import BridgeLostError, given_address
+from parallel.bridge import BridgeLostError
 from parallel.rank_set import agree, world
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
+from parallel.sealed_store import given_address
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions

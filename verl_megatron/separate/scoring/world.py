@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from parallel.bridge import Bridge, BridgeLostError, open_store, together
+from parallel.bridge import Bridge, BridgeLostError, together
 from parallel.groups import ProcessGroups
 from parallel.rank_set import agree
+from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.problems import refuse
