@@ -155,6 +155,8 @@ def test_iteration_metrics_have_the_documented_keys():
         "async/rollout_wait_fraction": 0.25,
         "async/training_wait_fraction": 2.0 / 3.75,
     }
+    none_made = iteration_metrics(seconds, amounts, waited_s=0.0, made_s=0.0)  # by the worlds that are left
+    assert none_made["rollout/throughput_tokens_per_sec"] == none_made["async/rollout_wait_fraction"] == 0
     assert costs == {
         "rollout/throughput_tokens_per_sec": 150.0,
         "train/throughput_tokens_per_sec_per_gpu": 50.0,

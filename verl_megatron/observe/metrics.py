@@ -271,12 +271,13 @@ def iteration_metrics(
 
     Args:
         seconds: by phase: "rollout", "reshard", "critic_update", ...
-        waited_s, made_s: where other worlds generate, for how long they waited for training, and generated.
+        waited_s, made_s: where other worlds generate, for how long they waited for training, and generated;
+            both 0 if they have only ended since the last iteration, and earlier samples were there.
     """
     memory_bytes, iteration_s = amounts.memory_bytes, sum(seconds.values())
     generation_s = seconds["rollout"] if made_s is None else made_s
     costs = {
-        "rollout/throughput_tokens_per_sec": amounts.response_tokens / generation_s,
+        "rollout/throughput_tokens_per_sec": amounts.response_tokens / generation_s if generation_s else 0.0,
         "train/throughput_tokens_per_sec_per_gpu": amounts.tokens / iteration_s / amounts.gpus,
         "train/step_time_ms": 1e3 * iteration_s,
         "memory/actor_gpu_mem_mb": memory_bytes.get("actor_update", 0) / 2**20,
@@ -284,7 +285,7 @@ def iteration_metrics(
         "reshard/bytes": float(amounts.reshard_bytes),
     }
     if waited_s is not None and made_s is not None:
-        costs["async/rollout_wait_fraction"] = waited_s / (waited_s + made_s)
+        costs["async/rollout_wait_fraction"] = waited_s / (waited_s + made_s) if waited_s else 0.0
         costs["async/training_wait_fraction"] = seconds["rollout"] / iteration_s
     if "critic_update" in seconds:
         costs["critic/update_ms"] = 1e3 * seconds["critic_update"]
