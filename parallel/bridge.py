@@ -341,7 +341,7 @@ class Bridge:
 
 @contextlib.contextmanager
 def losing(what: str) -> Iterator[None]:
-    """Turn errors of torch.distributed into a `BridgeLostError`."""
+    """Turn errors of torch.distributed into a `BridgeLostError`; too little memory is no loss."""
     try:
         yield
     except (BridgeLostError, torch.OutOfMemoryError):

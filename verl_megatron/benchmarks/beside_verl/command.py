@@ -184,7 +184,9 @@ def measure(given: argparse.Namespace) -> tuple[str, list[RunFailedError]]:
     for name, run in runs.items():
         record = Record(job, name, settings=[verl, *given.verl] if name == VERL else ways[name])
         line = record.read() if given.resume else None
-        print(f"{name}: {'measured by an earlier call' if line else record.folder / 'log.txt'}", flush=True)
+        version = f" {verl}" if name == VERL else ""
+        where = "measured by an earlier call" if line else record.folder / "log.txt"
+        print(f"{name}{version}: {where}", flush=True)
         try:
             if line is None:
                 line = run(limit_s=given.limit)
