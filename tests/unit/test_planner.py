@@ -41,6 +41,14 @@ def grpo_config(
     return config
 
 
+def shared_prompts(layout: str, *, rollout: int, dtype: str = "bfloat16", **settings) -> TrainerConfig:
+    """64 prompts of 512 tokens, each of them once, and 4 answers to each; in fp8 also the KV cache."""
+    config = grpo_config(layout, 64, rollout=rollout, share=0.3, dtype=dtype, **settings)
+    config.data.samples_per_prompt, config.engine.shared_prompts = 4, True
+    config.rollout.kv_cache_dtype = "fp8" if dtype == "fp8" else "auto"
+    return config
+
+
 def long_samples() -> TrainerConfig:
     """recipes/llama3.1_8b_grpo_16k.sh on two GPUs, 15,360 tokens of prompt and 1,024 of response."""
     config = grpo_config(
@@ -80,10 +88,8 @@ def long_responses() -> TrainerConfig:
 
 
 # The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512
-# tokens, the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). Samples that share a prompt of
-# 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read
-# for each. weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's
-# weights only.
+# tokens, the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). weights_awake was read after the
+# reshard, which then came last in an iteration and woke vLLM's weights only.
 MEASURED = {
     "tp2pp2": Measured(
         gpus=4,
@@ -136,7 +142,7 @@ MEASURED = {
             "pp2vpp4", 16, mode="swap", offload="grads", rollout=2, tokens_per_micro_batch=4096
         ),
         gib=dict(rollout=124.9, log_probs=69.3, actor_update=105.0),
-        seconds=dict(rollout=3.96, log_probs=3.67, actor_update=6.11),
+        seconds=dict(log_probs=3.67, actor_update=6.11),  # the host disturbed the rollout
         iteration=14.2,
     ),
     "grpo, tp2": Measured(
@@ -161,11 +167,33 @@ MEASURED = {
         seconds=dict(rollout=5.10, log_probs=7.90, actor_update=11.73, reshard=1.16),
         iteration=26.1,
     ),
+    # `benchmark verl`: iterations after the second, 2026-11-26
+    "shared prompts, tp2": Measured(
+        gpus=2,
+        config=shared_prompts("tp2sp", rollout=2, tokens_per_micro_batch=8192),
+        gib=dict(actor_update=102.8),
+        seconds=dict(rollout=5.53, log_probs=4.64, actor_update=8.07),
+        iteration=18.4,
+    ),
+    "shared prompts, dp2": Measured(
+        gpus=2,
+        config=shared_prompts("tp1", rollout=1, mode="share", offload="grads", tokens_per_micro_batch=4096),
+        gib=dict(actor_update=124.6),
+        seconds=dict(rollout=5.17, log_probs=3.94, actor_update=7.71),
+        iteration=17.1,
+    ),
+    "shared prompts, tp2, fp8": Measured(
+        gpus=2,
+        config=shared_prompts("tp2sp", rollout=1, dtype="fp8", tokens_per_micro_batch=16384),
+        gib=dict(actor_update=120.2),
+        seconds=dict(rollout=5.10, log_probs=3.24, actor_update=5.71),
+        iteration=14.4,
+    ),
     "grpo, samples of 16,384": Measured(
         gpus=2,
         config=long_samples(),
         gib=dict(rollout=119.5, log_probs=82.7, actor_update=116.6),
-        seconds=dict(log_probs=18.9, actor_update=29.5),
+        seconds=dict(rollout=10.3, log_probs=18.9, actor_update=29.5),
         iteration=60.6,
     ),
 }

@@ -39,7 +39,7 @@ def our_settings(job: Job, name: str, given: Sequence[str]) -> dict[str, Any]:
         "data.max_prompt_tokens": job.prompt_tokens,
         "reward.function": f"{job.folder}/reward.py:score",
         "rollout.tp": job.rollout_tp,
-        "rollout.min_tokens": job.response_tokens,
+        "rollout.min_tokens": 0,  # all are as long as max_tokens: MEASURING ignores the end token
         "rollout.max_tokens": job.response_tokens,
         "rollout.gpu_memory_utilization": job.gpu_memory_utilization,
         "rollout.max_num_seqs": 256,

@@ -228,7 +228,7 @@ class Sizing:
             "run.iterations": self.steps,
             "data.max_prompt_tokens": self.prompt_tokens,
             "data.prompts_per_iteration": self.prompts_on(ranks),
-            "rollout.min_tokens": self.response_tokens,
+            "rollout.min_tokens": 0,  # all are as long as max_tokens: MEASURING ignores the end token
             "rollout.max_tokens": self.response_tokens,
             "rollout.tp": self.rollout_tp.get(ranks) or _largest_divisor(ranks, self.recipe.rollout.tp),
         }
