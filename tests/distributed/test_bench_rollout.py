@@ -3,6 +3,8 @@
 import csv
 import re
 
+import pytest
+
 from tests.tiny import write_hf
 from tests.worlds import run_world
 
@@ -54,3 +56,13 @@ def test_drafts_are_accepted_where_text_repeats(tmp_path):
     assert share > 60 and accepted > 60 and 2.5 < length < 4
     with (tmp_path / "rows.csv").open() as file:
         assert {row["speculative"] for row in csv.DictReader(file)} == {"ngram"}
+
+
+def test_the_parts_of_a_step_are_all_of_it(tmp_path):
+    write_hf(tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+    lengths = ["--rows", 8, "--prompt", 6, "--response", 64, "--repetitions", 1]
+    output = run_world("tools/bench/rollout.py", 1, "--hf", tmp_path / "model", *lengths, "--profile")
+    parts = dict(re.findall(r"(?:: |, )([a-zA-Z ]+) (-?[0-9.]+)", re.search("milliseconds.*", output)[0]))
+    *parts, whole = map(float, parts.values())
+    assert len(parts) == 7 and min(parts) >= 0 and sum(parts) == pytest.approx(whole, abs=0.05) and whole > 0
+    assert "aten::" in output  # operators of the profiled steps

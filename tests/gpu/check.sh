@@ -246,6 +246,9 @@ stage_engine() { # updates and log-probs of an 8B model alone; profiles are in t
 stage_rollout() { # as a run does it beside a bare vLLM
   local tp=$((RANKS >= 2 ? 2 : 1))
   step rollout bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp $tp --rows $((128 * RANKS)) --prompt 512 --response 512"
+  for cache in auto fp8; do
+    LINES_SHOWN=40 step "rollout_step_$cache" bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp $tp --rows $((128 * RANKS)) --prompt 512 --response 128 --repetitions 1 --profile --kv-cache-dtype $cache"
+  done
   step rollout_mixed bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
 }
 

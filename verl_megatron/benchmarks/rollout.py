@@ -7,6 +7,8 @@ each sample is saved with its log-probs.
 Weights are random and every response ends at its given length. With --mixed, prompts have up to the full
 length, and responses between 1/8 and all of what remains. Random text has nothing to draft from: --repeat 0.9
 writes weights whose text goes on in a circle, each token with this probability.
+
+--profile tells where the time of a decoding step goes on the first rank: in vLLM's process, and on the GPU.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
 from verl_megatron.benchmarks.case import add_model, model_folder, say
+from verl_megatron.benchmarks.decoding_step import StepProfile
 from verl_megatron.benchmarks.repeating import following, write_repeating
 from verl_megatron.config import RolloutConfig
 from verl_megatron.launch.options import Options, add_launcher_options
@@ -41,6 +44,7 @@ EXAMPLES = (
 )
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
+PREFILL_TOKENS = 2048  # vLLM's fewest prompt tokens of a step, on CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +161,36 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--repeat", type=float, default=0.0, help="probability that the text goes on as before; 0: random"
     )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as rollout.kv_cache_dtype"
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="of each way")
+    parser.add_argument("--profile", action="store_true", help="parts and kernels of a decoding step")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
         parser.error("--rows, --prompt, --response and --repetitions have to be at least 1")
     if not 0 <= options.repeat < 1:
         parser.error(f"--repeat={options.repeat} is no probability below 1")
+    if options.profile and options.response < (least := StepProfile.steps(prefill_steps(options))):
+        parser.error(f"--response {options.response} is too short for --profile; give at least {least}")
     return options
+
+
+def prefill_steps(options: argparse.Namespace) -> int:
+    """Return a number of steps after which all prompts that start together are computed."""
+    return -(-min(options.rows, options.max_num_seqs) * options.prompt // PREFILL_TOKENS)
+
+
+def profile(
+    actor: VLLMActor, requests: list[Request], sampling: Sampling, options: argparse.Namespace
+) -> None:
+    """Print where the time of a decoding step goes on the first rank."""
+    actor.reset_cache()
+    found = StepProfile(actor._llm.llm_engine, prefill_steps=prefill_steps(options))
+    actor.generate(requests, sampling, on_step=found.on_step)
+    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in found.milliseconds().items())
+    say(f"milliseconds on the first rank: {parts}\n{found.kernels()}")
 
 
 def main() -> None:
@@ -176,6 +202,7 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.utilization,
         enforce_eager=options.eager,
+        kv_cache_dtype=options.kv_cache_dtype,
         speculative=options.speculative,
         speculative_tokens=options.speculative_tokens,
         speculative_max_seqs=options.speculative_max_seqs,
@@ -192,7 +219,10 @@ def main() -> None:
         )
         if options.repeat:
             agree(lambda: write_repeating(actor, chance=options.repeat), world())
-        rows = measure(actor, make_requests(options, arch.vocab_size), sampling, options.repetitions)
+        requests = make_requests(options, arch.vocab_size)
+        rows = measure(actor, requests, sampling, options.repetitions)
+        if options.profile:
+            profile(actor, requests, sampling, options)
         sums = Sums()
         if actor.is_owner:
             actor.admission.add_load(sums, is_first=actor.world.is_first)
