@@ -188,7 +188,7 @@ class Evaluation:
             if pool is not None:
                 pool.close()
         own = self._rows(batch, prompts, tokenizer)
-        self._add(own, batch, config.rollout.max_tokens, sums)
+        self._add(own, batch, sums)
         means = sums.reduce(ranks)
         gathered = ranks.gather_object(own)
         engine.close()
@@ -209,11 +209,11 @@ class Evaluation:
             rows.append(row | ({"score": batch.required("rewards")[b].item()} if self.scored else {}))
         return rows
 
-    def _add(self, rows: list[dict[str, Any]], batch: RolloutBatch, max_tokens: int, sums: Sums) -> None:
+    def _add(self, rows: list[dict[str, Any]], batch: RolloutBatch, sums: Sums) -> None:
         """Add this rank's samples to the sums that are printed as means."""
         lengths = batch.response_mask.sum(1)
         sums.add("response_tokens", lengths.sum(), len(lengths))
-        sums.add("cut", (lengths >= max_tokens).sum(), len(lengths))
+        sums.add("cut", batch.required("is_cut").sum(), len(lengths))
         if self.scored:
             sums.add("score", sum(row["score"] for row in rows), len(rows))
 

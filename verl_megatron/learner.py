@@ -168,8 +168,9 @@ class Learner:
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
         if "kl/ref" in metrics:
-            self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
+            if trains_actor:  # in a critic's warm-up there is nothing to steer
+                self.kl.update(metrics["kl/ref"], len(table.lengths_B))
         return metrics
 
     def _statistics(self, batch: RolloutBatch, table: SampleTable, *, step: int) -> Sums:

@@ -76,6 +76,15 @@ MEANINGLESS = [
     ),
     (TEACHER | {"algorithm__old_logprobs": "loglinear"}, "use recompute or sampler"),
     (
+        GRPO
+        | {"algorithm__kl_coef": 0.0, "algorithm__old_logprobs": "loglinear", "teacher__path": "llama3-8b"},
+        "algorithm.old_logprobs=loglinear is known in the update, and the advantages",
+    ),
+    (
+        {"algorithm__old_logprobs": "sampler", "algorithm__target_kl": 0.1},
+        "algorithm.target_kl=0.1 with algorithm.old_logprobs=sampler: the step from the actor",
+    ),
+    (
         {"algorithm__old_logprobs": "loglinear", "critic__share_trunk": True},
         "algorithm.old_logprobs=loglinear with critic.share_trunk=true saves nothing",
     ),

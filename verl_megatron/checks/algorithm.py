@@ -151,11 +151,20 @@ def _check_old_logprobs(config: TrainerConfig, needs: Collection[str]) -> list[s
     if algorithm.name not in ALGORITHMS or is_recomputed(algorithm):
         return []
     named = f"algorithm.old_logprobs={algorithm.old_logprobs}"
-    models = {*needs, *["reference"] * bool(algorithm.kl_coef)}
+    models = {
+        *needs,
+        *["reference"] * bool(algorithm.kl_coef),
+        *["teacher"] * bool(config.teacher.path),
+    }
     if algorithm.old_logprobs == "loglinear" and needs_logprobs(algorithm, models):
         problems.append(
             f"{named} is known in the update, and the advantages (algorithm.name={algorithm.name}, "
             f"kl_in={algorithm.kl_in}, teacher.path) need log-probs before it; use recompute or sampler"
+        )
+    if algorithm.target_kl:
+        problems.append(
+            f"algorithm.target_kl={algorithm.target_kl} with {named}: the step from the actor before the "
+            "updates is not known, only that from the sampler; use old_logprobs=recompute or target_kl=0"
         )
     if config.critic.share_trunk:
         problems.append(

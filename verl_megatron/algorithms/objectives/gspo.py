@@ -11,9 +11,10 @@ def objective(logprobs_N: Tensor, tokens: PolicyTokens, config: AlgorithmConfig)
     """Clip the sample's ratio s = exp(mean over its tokens of log p / p_old).
 
     Every token has the loss of its sample, so the mean over samples of token means is the paper's objective.
+    Advantages that differ within a sample are averaged over it.
     """
     log_ratio_N = tokens.mean_of_sample(tokens.log_ratio(logprobs_N))
-    return clipped_surrogate(log_ratio_N.exp(), tokens.advantages_N, config)
+    return clipped_surrogate(log_ratio_N.exp(), tokens.mean_of_sample(tokens.advantages_N), config)
 
 
 def token_objective(

@@ -286,7 +286,7 @@ def no_gradient(run: RunRecord) -> Iterator[Alarm]:
                 where,
                 name="no gradient",
                 metric=metric,
-                text="the gradient is exactly 0: these updates change nothing",
+                text="the gradient is exactly 0: these samples teach nothing",
                 remedy="all advantages are 0: look at zero-variance groups and the reward; "
                 "algorithm.dynamic_sampling=true replaces such prompts",
             )
