@@ -1,13 +1,15 @@
 """Progress of an RL run: its checkpoints, with the samples collected after the newest one."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import resume
 from parallel.checkpoint.folders import CheckpointError
 from parallel.rank_set import RankSet
+from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.progress import Progress
@@ -19,6 +21,14 @@ from verl_megatron.run import Run
 from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
+# Settings that samples depend on, too; only other values than the default are recorded.
+OTHERS = (
+    ("rollout", "adaptive_sampling"),
+    ("rollout", "weight_dtype"),
+    ("rollout", "kv_cache_dtype"),
+    ("reward", "failure_score"),
+    ("algorithm", "max_sampling_rounds"),
+)
 
 
 class SavedState(Progress):
@@ -123,6 +133,7 @@ class SavedState(Progress):
             "with_greedy": self.run.draw.with_greedy,
             "dynamic_sampling": config.algorithm.dynamic_sampling,
             "seed": config.run.seed,
+            **{f"{section}.{name}": value for section, name, value in _others(config)},
         }
 
     def collected(self) -> Collected | None:
@@ -181,3 +192,12 @@ def _merged(parts: list[Sums], world: RankSet) -> Sums:
     for part in parts if world.is_first else []:
         sums.merge(part)
     return sums
+
+
+def _others(config: TrainerConfig) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, name and value of each of `OTHERS` that is not the default."""
+    default = TrainerConfig()
+    for section, name in OTHERS:
+        value = getattr(getattr(config, section), name)
+        if value != getattr(getattr(default, section), name):
+            yield section, name, value

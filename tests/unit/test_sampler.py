@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from parallel.reshard.execute import ReshardReport
+from parallel.runtime.refusal import RefusalError
 from tests.one_rank import ONE_RANK
 from tests.scripted_engine import RecordedSleeper, ScriptedEngine
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
-from verl_megatron.rewards.pool import Reward
+from verl_megatron.rewards.pool import Failure, Reward
 from verl_megatron.rewards.shaping import has_variance, take_baselines
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.sampler import Draw, Sampler
@@ -29,9 +30,13 @@ class FirstToken:
 
     def __init__(self):
         self.samples, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
-        self.failed, self.metric_names = 0, set()
+        self.failed, self.first_failure, self.metric_names = 0, None, set()
+
+    def forget(self):
+        self.samples = {}
 
     def submit(self, sample_id, prompt, response, answer, extra, messages=None):
+        assert sample_id not in self.samples, "as the real pool does"
         self.samples[sample_id] = Reward(score=float(answer) + len(response) / 100)
 
     def show_new_failures(self):
@@ -191,6 +196,7 @@ def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
         and engine.submitted[-1].sampling.max_tokens == 4
     )
     assert len({request.seed for request in engine.submitted}) == 4, "each turn has a seed of its own"
+    assert {request.cache_salt for request in engine.submitted} == {"0"}, "a cache of this version alone"
 
 
 def test_a_tools_answer_that_leaves_no_room_ends_the_sample():
@@ -274,6 +280,53 @@ def test_engine_and_models_take_turns(sleeps):
     assert channel.adopt() == 1 and ("weights" in calls) == sleeps, (
         "who slept has to be given its weights again"
     )
+
+
+class Failing(FirstToken):
+    """A pool whose function fails on prompts of some numbers."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails, self.outcomes = fails, []
+
+    def submit(self, sample_id, prompt, response, answer, extra, messages=None):
+        super().submit(sample_id, prompt, response, answer, extra, messages)
+        self.outcomes.append(self.fails(answer))
+
+    def results(self, *, progress=lambda: None):
+        self.failed, self.outcomes = sum(self.outcomes), []
+        failure = Failure(kind="error", error="E", sample_id=0, prompt="p", response="r")
+        self.first_failure = failure if self.failed else None
+        return super().results(progress=progress)
+
+    def complaint(self, failed, calls, first):
+        return f"failed on all {calls}: {first.error}" if failed == calls else ""
+
+
+def test_a_round_of_failures_is_replaced_like_any_other():
+    """Only a collection of which every call failed teaches nothing."""
+    draw = Draw(num_prompts=2, samples_per_prompt=2, sampling=Sampling(max_tokens=5), max_rounds=3)
+
+    def collect(fails):
+        sampler = sampler_of(ScriptedEngine(lengths), Failing(fails))
+        batch = sampler.collect(
+            Endless(), draw, iteration=1, version=0, keep_group=lambda scores: int(scores[0]) != 1
+        )
+        sampler.score(batch, Sums())
+        return sampler, batch
+
+    sampler, batch = collect(lambda number: number == 2)
+    assert len(batch) == 4 and sampler._failed == 2
+    with pytest.raises(RefusalError, match="failed on all 4: E"):
+        collect(lambda number: True)
+
+
+def test_a_collection_after_an_interrupted_one_begins_anew():
+    pool, draw = FirstToken(), Draw(num_prompts=1, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
+    pool.submit(0, "left over", "", 9, {})
+    sampler = sampler_of(ScriptedEngine(lengths), pool)
+    batch = sampler.collect(Endless(), draw, iteration=1, version=0)
+    assert sampler.score(batch, Sums()).int().tolist() == [0, 0]
 
 
 def test_a_quota_drops_surplus_prompts():

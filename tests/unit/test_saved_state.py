@@ -53,6 +53,15 @@ def test_samples_of_several_ranks_make_one_batch():
     )
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_part_without_samples_does_not_say_which_fields_there_are(order):
+    one, none = RolloutBatch.from_lists([0], [[1]], [[4]], [[-0.5]]), RolloutBatch.from_lists([], [], [], [])
+    one.source_id, one.token_versions = torch.tensor([2]), torch.full((1, 2), 3)
+    parts = (one, none)
+    whole = RolloutBatch.concatenate([parts[place] for place in order])
+    assert whole.source_id.tolist() == [2] and whole.token_versions.tolist() == [[3, 3]]
+
+
 def test_samples_with_every_field_that_a_collection_sets_are_valid():
     batch = RolloutBatch.from_lists([0, 1], [[1], [2, 3]], [[4], [5]], [[-0.5], [-0.25]])
     batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([3, 3])
@@ -156,6 +165,9 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
         "algorithm.name=remax",
         "rollout.temperature=0.5",
         "reward.function=other",
+        "reward.failure_score=0.5",
+        "rollout.adaptive_sampling=other",
+        "rollout.kv_cache_dtype=fp8",
     ],
 )
 def test_samples_are_collected_again_if_what_made_them_changes(change):

@@ -108,6 +108,11 @@ def _check_asynchrony(config: TrainerConfig) -> list[str]:
             f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
             f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"
         )
+    if asynchrony.partial == "continue" and config.rollout.stop:
+        problems.append(
+            f"async.partial=continue with rollout.stop={short_repr(list(config.rollout.stop))}: a stop "
+            "string that new weights interrupt is not seen; use rollout.stop_token_ids, or partial=pause"
+        )
     if is_separate(config) and asynchrony.sync_interval > 1 and asynchrony.buffer != "window":
         problems.append(
             f"async.sync_interval={asynchrony.sync_interval} trains on the samples of a weight sync in "

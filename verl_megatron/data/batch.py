@@ -90,10 +90,9 @@ class RolloutBatch:
     def concatenate(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Join `parts` into one batch, ordered by `sample_id` and padded to the widest.
 
-        `parts` has at least one batch, and all have the same fields set.
+        `parts` has at least one batch. All that have samples have the same fields set.
         """
-
-        tensors = [part.tensors() for part in parts]
+        tensors = [part.tensors() for part in [part for part in parts if len(part)] or parts[:1]]
         joined = {}
         for name in tensors[0]:
             joined[name] = _concatenate_padded([fields[name] for fields in tensors])

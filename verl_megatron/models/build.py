@@ -234,7 +234,9 @@ def frozen(chunks: list[GPTModel]):
     """Run the block with the chunks in evaluation mode and without gradients."""
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad():
-        yield
-    for chunk in chunks:
-        chunk.train()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()

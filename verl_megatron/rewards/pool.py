@@ -260,15 +260,18 @@ class RewardPool:
             print(f"{self.examples[kind]} (counted as reward/failed; shown once)", flush=True)
             self._shown.add(kind)
 
-    def complaint(self, failed: int, calls: int) -> str:
-        """Return why the samples of the last `results()` are unusable; empty if no reason was found here.
+    def complaint(self, failed: int, calls: int, first: Failure | None) -> str:
+        """Return why samples are unusable; empty if no reason was found here.
 
-        `failed` and `calls` count the samples of all ranks.
+        Args:
+            failed: of the samples of all ranks.
+            calls: these samples.
+            first: the first failure on this rank.
         """
         setting = f"reward.function={short_repr(self.spec)}"
-        if 0 < calls == failed and self.first_failure is not None:
+        if 0 < calls == failed and first is not None:
             problem = f"{setting} failed on all {calls} samples, so nothing can be learnt from them"
-            return f"{problem}; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
+            return f"{problem}; {REMEDIES[first.kind]}; {first}"
         if len(self.metric_names) > MAX_METRICS:
             few = ", ".join(short_repr(name) for name in sorted(self.metric_names)[:3])
             problem = f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...)"

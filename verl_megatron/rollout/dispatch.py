@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,14 +182,27 @@ class _Turns:
         turn = self._num_turns[request.sample_id] = self._num_turns.get(request.sample_id, 0) + 1
         self._earlier[request.sample_id] = generation, given
         sampling = replace(request.sampling, max_tokens=room, min_tokens=0)
-        return generation, Request(request.sample_id, prompt, request.seed + turn, sampling)
+        next_turn = replace(request, prompt_token_ids=prompt, seed=request.seed + turn, sampling=sampling)
+        return generation, next_turn
 
     def _ask(self, generation: Generation) -> Sequence[int] | None:
         """Call `continue_turn` on the owner rank and broadcast the result: calls may not be deterministic."""
         assert self._continue_turn is not None
-        answer = [self._continue_turn(generation) if self._engine.is_owner else None]
+        answer: list[Any] = [None, None]
+        if self._engine.is_owner:
+            try:
+                answer[0] = self._continue_turn(generation)
+            except Exception as error:
+                if self._engine.tp_group is None:
+                    raise
+                answer[1] = error  # for the other ranks, which would wait
         if self._engine.tp_group is not None:
+            own = answer[1]
+            if own is not None:
+                answer[1] = f"continue_turn failed on sample {generation.sample_id}: {own!r}"
             dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)
+            if answer[1] is not None:
+                raise RuntimeError(answer[1]) from own
         return answer[0]
 
 

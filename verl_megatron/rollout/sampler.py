@@ -18,7 +18,7 @@ from verl_megatron.data.prompts import Prompt
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.observe.metrics import REWARD_FAILED, REWARD_LATENCY, Sums, own_metric
 from verl_megatron.observe.sources import Sources
-from verl_megatron.rewards.pool import Reward, RewardPool
+from verl_megatron.rewards.pool import Failure, Reward, RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.rollout.adaptive import Table, entry_of
 from verl_megatron.rollout.dispatch import ContinueTurn, generate
@@ -106,7 +106,8 @@ class Sampler:
         self._results: dict[int, Reward] = {}  # known rewards of the last collected samples
         # With `keep_group`: scores of each prompt that the last collection drew, also of those replaced.
         self.scores_of_group: list[list[float]] = []
-        self._latency_ms, self._calls = 0.0, 0  # of these
+        self._latency_ms, self._calls, self._failed = 0.0, 0, 0  # of these
+        self._first_failure: Failure | None = None
         self.num_dropped = self.dropped_tokens = 0  # samples of this rank that the last collection left out
         self._num_drawn = self._num_kept = 0  # prompts of the last collection with `keep_group`
 
@@ -139,7 +140,10 @@ class Sampler:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
             number. Call `score` for their rewards.
         """
-        self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
+        self._results, self._latency_ms, self._num_drawn = {}, 0.0, 0
+        self._calls, self._failed, self._first_failure = 0, 0, None
+        if self.pool is not None:
+            self.pool.forget()  # samples of a collection that was interrupted
         self.num_dropped = self.dropped_tokens = 0
         self.scores_of_group = []
         wanted, numbers, parts, kept = draw.quota or draw.num_prompts, Numbers(), [], []
@@ -238,17 +242,18 @@ class Sampler:
             self._results |= self.pool.results(progress=self.on_step)
             self._latency_ms += self.pool.total_ms
             self._calls += self.pool.calls
+            self._failed += self.pool.failed
+            self._first_failure = self._first_failure or self.pool.first_failure
         self._check_rewards()
 
     def _check_rewards(self) -> None:
-        """Raise RefusalError on every rank if all reward calls failed or there are too many metrics."""
+        """Raise RefusalError on every rank if all calls of the collection failed or metrics are too many."""
         pool = self.pool
-        here = [pool.failed, pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
+        here = [self._failed, self._calls, len(pool.metric_names) if pool is not None else 0]
         failed, calls, names = self.engine.world.all_sum(torch.tensor(here)).tolist()
         if 0 < failed == calls or names > MAX_METRICS:
-            said = self.engine.world.union(
-                [complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else []
-            )
+            complaint = pool.complaint(failed, calls, self._first_failure) if pool is not None else ""
+            said = self.engine.world.union([complaint] * bool(complaint))
             if said:
                 raise RefusalError(said[0])
 

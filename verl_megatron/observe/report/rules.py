@@ -102,7 +102,7 @@ LIMITS = (
         name="clipped updates",
         metric="policy/clip_fraction",
         limit=0.4,
-        text="{value} of the tokens are clipped: they give no gradient, with cispo a limited one (limit {limit})",
+        text="{value} of the tokens are clipped: no gradient, or with cispo a limited one (limit {limit})",
         remedy="lower actor.lr, algorithm.epochs or algorithm.num_mini_batches, or set algorithm.target_kl",
     ),
     Limit(
