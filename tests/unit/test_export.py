@@ -1,5 +1,6 @@
 """An export onto a disk that fails; tests/distributed/test_reshard.py compares the files."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def world():
         yield world
 
 
-def export(model: Path, folder: Path) -> None:
+def export(model: Path, folder: Path, **options) -> None:
     weights = load_file(model / "model.safetensors")
     export_folder(
         ShardedModel(
@@ -32,6 +33,7 @@ def export(model: Path, folder: Path) -> None:
         folder,
         template_folder=model,
         ranks=rank_set.world(),
+        **options,
     )
 
 
@@ -53,3 +55,26 @@ def test_an_export_that_cannot_be_written_is_one_error(tmp_path, world, name):
         load_file(tmp_path / "actor/model.safetensors").keys()
         == load_file(tmp_path / "hf/model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize("fails_at", range(1, 30))
+def test_an_export_that_ends_early_leaves_nothing_to_load(tmp_path, world, monkeypatch, fails_at):
+    """Over an earlier one of the same files: each moment at which a file gets its name."""
+    write_hf(tmp_path / "hf", "qwen3")
+    options, named = {"max_file_bytes": 20_000}, []
+    export(tmp_path / "hf", tmp_path / "actor", **options)
+    assert len(list((tmp_path / "actor").glob("model-*"))) > 2
+
+    def name_it(source, target, *, replace=os.replace):
+        named.append(Path(target).name)
+        if len(named) == fails_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("parallel.weights.writing.os.replace", name_it)
+    try:
+        export(tmp_path / "hf", tmp_path / "actor", **options)
+    except KeyboardInterrupt:
+        assert not (tmp_path / "actor/config.json").exists()
+    else:
+        assert named[-1] == "config.json" and len(named) < fails_at
