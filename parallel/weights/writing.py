@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -61,6 +62,13 @@ def carry_files(
             with _complete(target / path.name) as partial:
                 shutil.copyfile(path, partial)
     write_json(target / "config.json", read_config(source) if config is None else config)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json that gives this dtype under each of its keys for it."""
+    name = str(dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, name)}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

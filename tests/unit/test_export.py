@@ -1,10 +1,13 @@
 """An export onto a disk that fails; tests/distributed/test_reshard.py compares the files."""
 
+import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from parallel import rank_set
@@ -13,6 +16,7 @@ from parallel.export import ShardedModel, _whole, export_folder
 from parallel.weights.architecture import read_architecture
 from tests.one_rank import world_of_one
 from tests.tiny import write_hf
+from verl_megatron.roles.engine import Engine
 
 
 @pytest.fixture
@@ -78,3 +82,17 @@ def test_an_export_that_ends_early_leaves_nothing_to_load(tmp_path, world, monke
         assert not (tmp_path / "actor/config.json").exists()
     else:
         assert named[-1] == "config.json" and len(named) < fails_at
+
+
+@pytest.mark.parametrize("said", [{"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "float32"}])
+def test_an_engine_says_one_dtype(tmp_path, monkeypatch, said):
+    """Whichever keys its template has for it."""
+    write_hf(tmp_path, "qwen3")
+    path, written = tmp_path / "config.json", {}
+    config = {name: value for name, value in json.loads(path.read_text()).items() if "dtype" not in name}
+    path.write_text(json.dumps(config | said))
+    monkeypatch.setattr("verl_megatron.roles.engine.export_folder", lambda *_, **given: written.update(given))
+    engine = Mock(arch=read_architecture(tmp_path), head="lm", compute=Mock(dtype=torch.bfloat16), tensors={})
+    Engine.export(engine, tmp_path / "actor", template=str(tmp_path))
+    found = {name: value for name, value in written["config"].items() if "dtype" in name}
+    assert found == dict.fromkeys(said, "bfloat16")
