@@ -46,6 +46,7 @@ def export_folder(
     """Write the model to `folder`; collective over `ranks`, each of which writes some files.
 
     Padding rows of the vocabulary are not written, and a tied output layer is not written twice.
+    config.json is removed first and written last: a folder that has it is complete.
 
     Args:
         template_folder: the folder from which configuration and tokenizer files are copied.
@@ -67,6 +68,9 @@ def export_folder(
     action = f"the model was not exported to {folder}; make room or make the folder writable"
     with together(action, ranks):
         folder.mkdir(parents=True, exist_ok=True)
+        if ranks.is_first:  # nobody loads a mixture of an earlier export and this one
+            for name in ("config.json", INDEX):
+                (folder / name).unlink(missing_ok=True)
     sizes = {
         name: _elements(shape) * model.dtype.itemsize
         for name, shape in hf_shapes(model.arch, model.head).items()
@@ -80,11 +84,11 @@ def export_folder(
                 _write(folder / turn[ranks.global_rank], assembled)
     with together(action, ranks):  # after it the folder is complete on every rank
         if ranks.is_first:
-            carry_files(template_folder, folder, config=config)
             _remove_others(folder, files)
             if len(files) > 1:
                 places = {name: file for file, names in files.items() for name in names}
                 write_index(folder, places, sum(sizes.values()))
+            carry_files(template_folder, folder, config=config)
 
 
 def _turns(files: list[str], ranks: RankSet) -> list[dict[int, str]]:

@@ -67,11 +67,13 @@ def _is_kl(value: Any) -> bool:
 
 def _is_cursor(value: Any) -> bool:
     names = {"epoch", "position", "num_prompts", "seed", "shuffle"}
-    if not (isinstance(value, dict) and names <= value.keys() <= names | {"mixture", "curriculum"}):
+    if not (isinstance(value, dict) and names <= value.keys() <= names | {"mixture", "curriculum", "data"}):
         return False
     if "curriculum" in value and not _is_curriculum(value["curriculum"]):
         return False
-    if type(value["seed"]) is not int or not is_count(value.get("mixture", 0)):
+    if type(value["seed"]) is not int or not all(
+        is_count(value.get(name, 0)) for name in ("mixture", "data")
+    ):
         return False
     if abs(value["seed"]) >= 2**64:
         return False

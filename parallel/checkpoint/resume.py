@@ -16,6 +16,7 @@ from parallel.checkpoint.folders import (
     DAMAGED,
     EARLIER,
     MANIFEST,
+    PARTIAL,
     CheckpointError,
     clean,
     each,
@@ -24,9 +25,18 @@ from parallel.checkpoint.folders import (
     step_of,
     together,
 )
-from parallel.checkpoint.sealed import SEAL, file_damage, files_problem, load_tensors, read_sealed, shortened
+from parallel.checkpoint.sealed import (
+    SEAL,
+    file_damage,
+    files_problem,
+    load_tensors,
+    read_sealed,
+    sealed,
+    shortened,
+)
 from parallel.rank_set import RankSet
 
+BEGUN = "begun_anew.json"  # ids of the launch that has put the checkpoints of an earlier run aside
 Check = Callable[[dict], str | None]  # returns an error message, or None
 
 
@@ -77,8 +87,24 @@ def newest_sound(
     return None
 
 
-def put_aside_all(folder: Path, ranks: RankSet) -> list[Path]:
+def has_begun_anew(folder: Path, ranks: RankSet, *, launch: str) -> bool:
+    """Return whether this launch has put the earlier checkpoints aside, the same on every rank.
+
+    Args:
+        launch: id of the launch on this rank's host.
+    """
+    launches, begun = ranks.all_gather_object(launch), []
+    if ranks.is_first:
+        with contextlib.suppress(OSError, ValueError):  # unreadable: of no launch
+            begun = read_sealed(folder / BEGUN).get("launches")
+    begun = ranks.broadcast_object(begun)
+    return isinstance(begun, list) and any(one in begun for one in launches)
+
+
+def put_aside_all(folder: Path, ranks: RankSet, *, launch: str) -> list[Path]:
     """Rename the checkpoints of an earlier run, so that the new run does not take them for its own.
+
+    Afterwards `has_begun_anew` is true for this launch.
 
     Returns:
         Their new paths, on every rank: step_N.earlier, or with a number if that is taken.
@@ -86,12 +112,16 @@ def put_aside_all(folder: Path, ranks: RankSet) -> list[Path]:
     Raises:
         CheckpointError: they cannot be renamed.
     """
-    aside = []
+    aside, launches = [], sorted(set(ranks.all_gather_object(launch)))
     action = f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"
     with together(action, ranks):
         if ranks.is_first:
             clean(folder)
             aside = _put_aside(named(folder), EARLIER)
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = folder / f"{BEGUN}{PARTIAL}"
+            scratch.write_text(sealed({"launches": launches}))
+            os.replace(scratch, folder / BEGUN)
     return ranks.broadcast_object(aside)
 
 

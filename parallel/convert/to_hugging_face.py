@@ -17,7 +17,7 @@ from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import HEADS, read_config
 from parallel.weights.files import SINGLE
-from parallel.weights.writing import carry_files, deal_into_files, write_index
+from parallel.weights.writing import carry_files, deal_into_files, with_dtype, write_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,10 @@ def _opened(source: CheckpointArguments) -> MegatronCheckpoint:
 
 
 def _config(checkpoint: MegatronCheckpoint, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the template's config.json, with the checkpoint's head and dtype."""
+    """Return the template's config.json, with the checkpoint's head and the dtype of all tensors written."""
     config = read_config(checkpoint.config_folder)
     if not str((config.get("architectures") or [""])[0]).endswith(HEADS[checkpoint.head]):
         config = checkpoint.arch.to_hf(head=checkpoint.head, carry=config)
-    if dtype is not None:
-        name = str(dtype).removeprefix("torch.")
-        config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"torch_dtype": name}
-    return config
+    dtypes = set(checkpoint.dtypes.values()) if dtype is None else {dtype}
+    is_said = dtype is not None or "dtype" in config or "torch_dtype" in config
+    return with_dtype(config, *dtypes) if len(dtypes) == 1 and is_said else config

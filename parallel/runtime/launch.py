@@ -12,6 +12,7 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -55,6 +56,7 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
         gate.watch(_Asked.refuse)
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())
+    os.environ.setdefault(process.LAUNCH, secrets.token_hex(8))  # a supervisor has one for all its launchers
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
         # torch's shared store listens on every interface; `Rendezvous` has its own
         "1"

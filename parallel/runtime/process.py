@@ -21,6 +21,9 @@ LAUNCHER = (
     # environment variable: process id of parallel.runtime.launch, which reports for its ranks
     "VERL_MEGATRON_LAUNCHER"
 )
+LAUNCH = (
+    "VERL_MEGATRON_LAUNCH"  # environment variable: id of this host's launch, the same for all its attempts
+)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from parallel.checkpoint.sealed import opened, shortened
 from parallel.rank_set import RankSet
+from parallel.runtime import process
 
 NAME = "run.lock"
 BEAT_S = 15.0
@@ -152,6 +153,12 @@ def _attempt() -> int:
     """Return the number of torchrun's attempt, from 0."""
     told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(told) if told.isascii() and told.isdigit() else 0
+
+
+def launch_identity() -> str:
+    """Return an id of the launch that this process is of on its host, the same for all attempts."""
+    parent = os.getppid()  # torchrun
+    return os.environ.get(process.LAUNCH) or f"{_machine()} {parent} {_started(parent)}"
 
 
 def _named(holder: dict) -> str:

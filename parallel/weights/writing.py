@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,14 +54,21 @@ def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> No
 def carry_files(
     source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy a model's files other than weights: config.json (or `config`), generation config, tokenizer."""
+    """Copy a model's files other than weights; config.json (or `config`) comes last."""
     source, target = Path(source_folder), Path(target_folder)
     target.mkdir(parents=True, exist_ok=True)
-    write_json(target / "config.json", read_config(source) if config is None else config)
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
         if path.resolve() != (target / path.name).resolve():
             with _complete(target / path.name) as partial:
                 shutil.copyfile(path, partial)
+    write_json(target / "config.json", read_config(source) if config is None else config)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json that gives this dtype under each of its keys for it."""
+    name = str(dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, name)}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

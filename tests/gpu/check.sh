@@ -70,9 +70,10 @@ stage_toy() {
 # compared
 stage_resume() {
   local common="reshard.mode=swap reshard.offload=all run.export=false run.save_interval=2 run.async_save=true"
+  rm -rf "$LOGS/resume" # which would leave nothing to do
   step resume_first bash -c "toy resume $common run.iterations=3"
   rm -rf "$LOGS/resume/checkpoint/step_3"
-  step resume_again bash -c "toy resume $common run.iterations=4 --verify"
+  step resume_again bash -c "set -o pipefail; toy resume $common run.iterations=4 --verify | tee $LOGS/verified.txt && grep -q 'gives all .* recorded numbers' $LOGS/verified.txt"
 }
 
 recipe() { # folder of the run, recipe, settings
@@ -198,7 +199,7 @@ stage_save() {
   step save_async_false env "${where[@]}" bash -c "recipe save_false llama3_8b_grpo $run run.async_save=false"
   rm -rf "$LOGS/save_false/checkpoint"
   step save_async_true env "${where[@]}" bash -c "recipe save_true llama3_8b_grpo $run run.async_save=true"
-  step save_resumed env "${where[@]}" bash -c "recipe save_true llama3_8b_grpo $run run.async_save=true run.save_interval=0 run.iterations=4 | grep -E 'resuming|step 4'"
+  step save_resumed env "${where[@]}" bash -c "set -o pipefail; recipe save_true llama3_8b_grpo $run run.async_save=true run.save_interval=0 run.iterations=4 | grep -E 'resuming|step 4'"
   rm -rf "$LOGS/save_true/checkpoint"
 }
 
@@ -269,6 +270,11 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
 (($#)) || set -- tests toy resume ppo ppo_long grpo verl separate passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
+for stage in "$@"; do
+  declare -F "stage_$stage" >/dev/null && continue
+  echo "error: there is no stage $stage; choose among: $(declare -F | sed -n 's/^declare -f stage_//p' | tr '\n' ' ')" >&2
+  exit 2
+done
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
 from tests.scaled import run_on, scaling_of
+from verl_megatron.benchmarks.scaling import command
 from verl_megatron.benchmarks.scaling.command import by_size, main, numbers, parser, sizes_to_run
 from verl_megatron.benchmarks.scaling.report import Report, markdown, write_csv, write_png
 from verl_megatron.benchmarks.scaling.rows import (
@@ -256,3 +257,13 @@ def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):
         and Recipe.find("llama3_8b_grpo").path.suffix == ".sh"
     )
     assert "data.train" not in sizes[0].settings and sizes[0].settings["run.resume"] == "never"
+
+
+def test_what_was_measured_outlives_a_model_that_fails(tmp_path, monkeypatch):
+    scaling = scaling_of()
+    monkeypatch.setattr(command, "measured", lambda sizes, planned: scaling.rows)
+    monkeypatch.setattr(command.Scaling, "model", lambda *_: {}["none"])
+    given = parser().parse_args(["--recipe", "grpo_8b.yaml", "--gpus", "1,2,4", "--out", str(tmp_path)])
+    with pytest.raises(KeyError):
+        command.report_of(given, [SimpleNamespace(run=run) for run in scaling.runs])
+    assert (tmp_path / "scaling.csv").read_text().count(MEASURED) == 3

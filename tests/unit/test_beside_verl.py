@@ -153,13 +153,34 @@ def test_a_run_that_fails_or_takes_too_long_is_told_and_leaves_nothing(tmp_path)
 
 def test_a_call_that_was_cut_short_goes_on(tmp_path):
     job, line = job_of(given(out=tmp_path)), Measured(name="ours", seconds={"iteration": 2.0}, memory_gib=1.5)
-    record = Record(job, "ours", settings=["engine.lr=1e-5"])
+    of: dict = {"made_of": {"model": ["llama3-8b", 12]}, "settings": ["engine.lr=1e-5"]}
+    record = Record(job, "ours", **of)
     assert record.read() is None
     record.folder.mkdir(parents=True)
     record.write(line)
-    assert Record(job, "ours", settings=["engine.lr=1e-5"]).read() == line
-    assert Record(job, "ours", settings=[]).read() is None, "other settings"
-    assert Record(replace(job, prompts=16), "ours", settings=["engine.lr=1e-5"]).read() is None
+    assert Record(job, "ours", **of).read() == line
+    assert Record(job, "ours", **of | {"settings": []}).read() is None, "other settings"
+    assert Record(job, "ours", **of | {"made_of": {"model": ["llama3-8b", 6]}}).read() is None, (
+        "another model"
+    )
+    assert Record(replace(job, prompts=16), "ours", **of).read() is None
+
+
+@pytest.mark.parametrize(("missing", "is_kept"), [(0, True), (1, False)])
+def test_a_run_that_failed_before_its_last_iteration_runs_again(tmp_path, missing, is_kept):
+    job = job_of(given(out=tmp_path))
+    rows = [{"iteration": 2.0}] * (job.iterations - missing)
+    record = Record(job, "ours", made_of={}, settings=[])
+    record.folder.mkdir(parents=True)
+    record.write(measured("ours", rows, OUR_PHASES, [], problem="ours ended with 1"))
+    assert (record.read() is not None) == is_kept
+
+
+def test_what_the_model_is_made_of_is_told_again(model, tmp_path):
+    arguments = {"shape": "llama3-8b", "layers": 12, "hf": model}
+    job = job_of(given(out=tmp_path))
+    made_of = write_job(job, **arguments)
+    assert made_of["model"] == str(model.resolve()) and write_job(job, **arguments) == made_of
 
 
 def test_a_python_without_verl_is_refused():

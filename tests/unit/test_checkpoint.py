@@ -219,20 +219,20 @@ def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
 def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(tmp_path, world):
     for step in (5, 90):
         save(tmp_path, step)
-    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK)] == [
+    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK, launch="a")] == [
         "step_90.earlier",
         "step_5.earlier",
     ]
     assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail) is None and sorted(
         path.name for path in tmp_path.iterdir()
-    ) == ["step_5.earlier", "step_90.earlier"]
+    ) == ["begun_anew.json", "step_5.earlier", "step_90.earlier"]
     save(tmp_path, 10)
     assert (
         resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[1]["step"] == 10
-        and resume.put_aside_all(tmp_path / "nothing", ONE_RANK) == []
+        and resume.put_aside_all(tmp_path / "nothing", ONE_RANK, launch="a") == []
     )
     save(tmp_path, 5)
-    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK)] == [
+    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK, launch="a")] == [
         "step_10.earlier2",
         "step_5.earlier2",
     ] and (tmp_path / "step_5.earlier/manifest.json").exists()

@@ -282,3 +282,17 @@ def test_what_a_folder_holds_is_described(converted):
     assert "model.layers.0.mlp.up_proj.weight" in describe(CheckpointArguments(converted / "hf"))
     with CheckpointFolder(converted / "hf") as folder:
         assert f"in {len(folder.names)} Hugging Face tensors of bfloat16" in text
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_config_says_the_dtype_of_the_tensors_under_each_key(converted, tmp_path, dtype):
+    """Also of a template of another dtype, as a Megatron-LM checkpoint may have."""
+    shutil.copytree(converted / "hf", tmp_path / "template")
+    path = tmp_path / "template/config.json"
+    both = {"dtype": "float16", "torch_dtype": "float64"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | both))
+    to_hf(converted / "mcore", tmp_path / "back", template=tmp_path / "template", dtype=dtype)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    name = "bfloat16" if dtype is None else "float32"
+    assert config["dtype"] == config["torch_dtype"] == name
+    assert {str(tensor.dtype) for tensor in tensors_of(tmp_path / "back").values()} == {f"torch.{name}"}

@@ -221,6 +221,36 @@ def test_a_cursor_of_other_data_is_refused(other):
 SHARES = [(0.5, 40), (2, 300), (0.1, 7), (1, 553), (0.4, 100)]  # weights and items of five sources
 
 
+ROWS = [{"prompt": f"{i}", "answer": "7", "extra": {"of": ["a", None, i]}} for i in range(600)]
+CHANGES = {
+    "prompt": lambda rows: rows[5].update(prompt="other"),
+    "answer": lambda rows: rows[599].update(answer="8"),
+    "inside another key": lambda rows: rows[0]["extra"]["of"].insert(1, 2.5),
+    "order": lambda rows: rows.reverse(),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_as_many_other_rows_are_refused(tmp_path, changed):
+    """Which a file may have got at the same path; a state without digest is of an older version."""
+    rows = json.loads(json.dumps(ROWS))
+    CHANGES[changed](rows)
+
+    def cursor(rows):
+        path = write(tmp_path / "rows.jsonl", rows)
+        return PromptDataset(path, TOKENIZER, DataConfig(train=path)).cursor(seed=1)
+
+    state = json.loads(json.dumps(cursor(ROWS).state_dict()))
+    assert _is_cursor(state)
+    cursor(ROWS).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="the saved data position is of other rows.*resume with the same data"
+    ):
+        cursor(rows).load_state_dict(state)
+    del state["data"]
+    cursor(rows).load_state_dict(state)
+
+
 def sources_of(drawn: list[int]) -> list[int]:
     """How many were drawn of each source of SHARES."""
     ends = list(accumulate(count for _, count in SHARES))

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -182,6 +183,32 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
         problems(None) == []
         and "this run cannot fit 4 GPUs of 140 GiB: a step: " in problems(MACHINES["h200"])[0]
     )
+
+
+def test_fitted_micro_batches_of_supervised_runs_are_told_and_timed(ranks):
+    ranks(4, 4)
+    given = {"actor": {"path": "llama3-8b", "layout": "tp2"}, "engine": {"dynamic_batching": True}}
+    plan = supervised_plan(given, SFTConfig)
+    (tokens,) = re.findall(r"micro-batches of up to ([\d,]+) tokens \(actor\)", plan)
+    fixed = {"dynamic_batching": False, "tokens_per_micro_batch": int(tokens.replace(",", "")) // 4}
+    smaller = supervised_plan(given | {"engine": fixed}, SFTConfig)
+    seconds, more = (float(re.search(r"predicted: ([\d.]+)", text)[1]) for text in (plan, smaller))
+    assert "micro-batches of up to" not in smaller and seconds < more
+
+
+def test_host_memory_of_supervised_runs_is_checked(ranks, monkeypatch):
+    ranks(4, 4)
+    given = {"actor": {"path": "llama3-8b", "layout": "tp2"}, "run": {"save_interval": 10}}
+    small = replace(MACHINES["h200"], host_bytes=80 * 2**30)
+    monkeypatch.setitem(MACHINES, "h200", small)
+    plan = supervised_plan(given, SFTConfig, gpu="h200")
+    assert "It does not fit:\n  host memory: " in plan and "set run.save_interval=0" in plan
+    config = SFTConfig()
+    config.actor.path, config.actor.layout, config.run.save_interval = "llama3-8b", "tp2", 10
+    (problem,) = check_supervised_fits(config, world_size=4, machine=small, read=arch)
+    assert "host memory: " in problem
+    config.run.save_interval = 0
+    assert check_supervised_fits(config, world_size=4, machine=small, read=arch) == []
 
 
 def test_a_supervised_run_that_is_too_large_to_be_built_is_refused(ranks):

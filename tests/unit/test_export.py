@@ -1,9 +1,13 @@
 """An export onto a disk that fails; tests/distributed/test_reshard.py compares the files."""
 
+import json
+import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from parallel import rank_set
@@ -12,6 +16,7 @@ from parallel.export import ShardedModel, _whole, export_folder
 from parallel.weights.architecture import read_architecture
 from tests.one_rank import world_of_one
 from tests.tiny import write_hf
+from verl_megatron.roles.engine import Engine
 
 
 @pytest.fixture
@@ -20,7 +25,7 @@ def world():
         yield world
 
 
-def export(model: Path, folder: Path) -> None:
+def export(model: Path, folder: Path, **options) -> None:
     weights = load_file(model / "model.safetensors")
     export_folder(
         ShardedModel(
@@ -32,6 +37,7 @@ def export(model: Path, folder: Path) -> None:
         folder,
         template_folder=model,
         ranks=rank_set.world(),
+        **options,
     )
 
 
@@ -53,3 +59,40 @@ def test_an_export_that_cannot_be_written_is_one_error(tmp_path, world, name):
         load_file(tmp_path / "actor/model.safetensors").keys()
         == load_file(tmp_path / "hf/model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize("fails_at", range(1, 30))
+def test_an_export_that_ends_early_leaves_nothing_to_load(tmp_path, world, monkeypatch, fails_at):
+    """Over an earlier one of the same files: each moment at which a file gets its name."""
+    write_hf(tmp_path / "hf", "qwen3")
+    options, named = {"max_file_bytes": 20_000}, []
+    export(tmp_path / "hf", tmp_path / "actor", **options)
+    assert len(list((tmp_path / "actor").glob("model-*"))) > 2
+
+    def name_it(source, target, *, replace=os.replace):
+        named.append(Path(target).name)
+        if len(named) == fails_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("parallel.weights.writing.os.replace", name_it)
+    try:
+        export(tmp_path / "hf", tmp_path / "actor", **options)
+    except KeyboardInterrupt:
+        assert not (tmp_path / "actor/config.json").exists()
+    else:
+        assert named[-1] == "config.json" and len(named) < fails_at
+
+
+@pytest.mark.parametrize("said", [{"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "float32"}])
+def test_an_engine_says_one_dtype(tmp_path, monkeypatch, said):
+    """Whichever keys its template has for it."""
+    write_hf(tmp_path, "qwen3")
+    path, written = tmp_path / "config.json", {}
+    config = {name: value for name, value in json.loads(path.read_text()).items() if "dtype" not in name}
+    path.write_text(json.dumps(config | said))
+    monkeypatch.setattr("verl_megatron.roles.engine.export_folder", lambda *_, **given: written.update(given))
+    engine = Mock(arch=read_architecture(tmp_path), head="lm", compute=Mock(dtype=torch.bfloat16), tensors={})
+    Engine.export(engine, tmp_path / "actor", template=str(tmp_path))
+    found = {name: value for name, value in written["config"].items() if "dtype" in name}
+    assert found == dict.fromkeys(said, "bfloat16")

@@ -11,6 +11,8 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+from parallel.bridge import START
+from parallel.runtime import process
 from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import TrainerConfig
@@ -140,20 +142,52 @@ def test_samples_in_flight_are_used_if_they_would_be_made_alike(state, monkeypat
     sampler.load_state_dict.assert_called_once_with({"next": 3}, usable=usable)
 
 
-def test_only_the_first_attempt_begins_anew(state, monkeypatch):
-    """With run.resume=never; what torchrun starts again looks for the checkpoints of this run."""
-    calls = []
-    state.config.run.resume = "never"
+def attempt(state, monkeypatch, number: int, *, launch: str, start: int = 0) -> list[str]:
+    """Resume as an attempt of a launch does; return what it said."""
+    said: list[str] = []
+    state.world, state.say, state.config.run.resume = ONE_RANK, said.append, "never"
     monkeypatch.setattr(
-        "parallel.checkpoint.resume.put_aside_all", lambda folder, ranks: calls.append("anew") or []
+        "parallel.checkpoint.resume.newest_sound", lambda folder, ranks, say, check: said.append("newest")
     )
-    monkeypatch.setattr(
-        "parallel.checkpoint.resume.newest_sound", lambda folder, ranks, say, check: calls.append("newest")
-    )
-    for attempt in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        state.resume()
-    assert calls == ["anew", "newest"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+    monkeypatch.setenv(START, str(start))
+    monkeypatch.setenv(process.LAUNCH, launch)
+    state.resume()
+    return said
+
+
+def test_a_launch_begins_anew_once(state, monkeypatch, tmp_path):
+    """With run.resume=never; later attempts, and later starts of a world, resume this run."""
+    for launch in ("a", "b"):
+        (tmp_path / "step_1").mkdir()
+        assert "step_1.earlier" in attempt(state, monkeypatch, 0, launch=launch)[0]
+        (tmp_path / "step_2").mkdir()
+        assert attempt(state, monkeypatch, 1, launch=launch) == ["newest"]
+        assert attempt(state, monkeypatch, 0, launch=launch, start=1) == ["newest"]
+        assert (tmp_path / "step_2").exists()
+    assert "step_2.earlier" in attempt(state, monkeypatch, 0, launch="b")[0]  # trains twice in one process
+
+
+def test_a_launch_begins_anew_though_its_first_attempt_died_early(state, monkeypatch, tmp_path):
+    attempt(state, monkeypatch, 0, launch="another")
+    (tmp_path / "step_7").mkdir()
+    (tmp_path / "step_9").mkdir()
+    replaced = []
+
+    def die_later(source, target):
+        replaced.append(source)
+        if len(replaced) > 1:
+            raise KeyboardInterrupt
+        Path(source).rename(target)
+
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr("parallel.checkpoint.resume.os.replace", die_later)
+        attempt(state, dying, 0, launch="this")
+    assert "step_7.earlier" in attempt(state, monkeypatch, 1, launch="this")[0]
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_7.earlier", "step_9.earlier"]
+    (tmp_path / "begun_anew.json").write_text("{")  # damaged
+    (tmp_path / "step_1").mkdir()
+    assert "step_1.earlier" in attempt(state, monkeypatch, 2, launch="this")[0]
 
 
 @pytest.mark.parametrize(

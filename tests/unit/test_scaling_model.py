@@ -1,6 +1,7 @@
 """Arithmetic of the scaling benchmark: bubbles, FLOPs, efficiency, smaller layouts, larger sizes."""
 
 import time
+from copy import deepcopy
 from dataclasses import replace
 from math import log2
 
@@ -26,8 +27,8 @@ from verl_megatron.benchmarks.scaling.rows import (
     efficiency,
     ideal_seconds,
 )
-from verl_megatron.benchmarks.scaling.runs import layout_for
-from verl_megatron.planner import MACHINES
+from verl_megatron.benchmarks.scaling.runs import architecture, layout_for
+from verl_megatron.planner import MACHINES, PlannedRun
 from verl_megatron.planner.training import forward_flops
 
 
@@ -271,3 +272,17 @@ def test_dealing_is_timed_while_quick_and_in_proportion_beyond():
     deal = Dealing(lambda lengths, dp: time.sleep(len(lengths) * dp * 1e-6))
     found = [deal(1000, dp) for dp in (20, 200, 600, 6000)]
     assert found[0] == pytest.approx(0.02, rel=0.5) and found[3] == pytest.approx(6.0, rel=0.5)
+
+
+def test_a_run_with_a_teacher_grows_with_it():
+    config = deepcopy(run_on(2, "tp1", algorithm="grpo").config)
+    config.teacher.path, config.teacher.layout = "llama3-70b", "tp2"
+    run = PlannedRun.of(config, world_size=2, ranks_per_host=8, read=architecture)
+    scaling = Scaling(
+        runs=[run], rows=[row_on(run, dict.fromkeys(PHASES, 1.0))], links=CPU_LINKS, ranks_per_host=8
+    )
+    (teacher,) = [role for role in scaling.run_on(8).roles if role.name == "teacher"]
+    assert teacher.layout.tp == 2 and teacher.layout.dp == 4 and teacher.arch == architecture("llama3-70b")
+    config.teacher.devices = "0-1"
+    with pytest.raises(ValueError, match="devices of their own"):
+        replace(scaling, runs=[replace(run, config=config)]).run_on(8)

@@ -3,6 +3,7 @@
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,12 +45,13 @@ def test_chunks_of_any_size_give_the_same_rows(tmp_path, monkeypatch, chunk_rows
     data = PromptDataset(path, TOKENIZER, config)
     assert list(data) == list(alone) and data.lengths == alone.lengths and data.notes == alone.notes
     assert data.dropped_first == alone.dropped_first and 0 < data.dropped < 60 and data.cut
+    assert data.digest == alone.digest
     assert [data.place(at) for at in range(len(data))] == [alone.place(at) for at in range(len(alone))]
 
 
 def test_large_rows_make_small_chunks(tmp_path):
     rows = [(number, {"prompt": "x" * (row_reader.CHUNK_CHARACTERS // 2)}) for number in range(5)]
-    assert [len(chunk) for chunk in row_reader._chunks(iter(rows))] == [2, 2, 1]
+    assert [len(chunk) for chunk in row_reader._chunks(iter(rows), sha256())] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("bad", [0, 1, 511, 512, 700, 1023])

@@ -314,14 +314,19 @@ def read_case(
     return settings, arch, layout, planned_run(options, arch, layout, settings)
 
 
+def prompt_logits_flops(planned: PlannedRun) -> float:
+    """Return the FLOPs of logits that nothing asks for, of which only the baseline computes any."""
+    arch, tokens = planned.actor.arch, planned.samples * (planned.packed_tokens - planned.response_tokens)
+    return 2 * tokens * arch.hidden_size * arch.vocab_size
+
+
 def main() -> None:
     options = read_options()
     device.initialize()
     ranks = world().size
     settings, arch, layout, planned = agree(lambda: read_case(options, ranks), world())
     forward = forward_flops(planned, planned.actor) / ranks
-    # FLOPs of prompt logits, which only the baseline computes
-    all_logits = 2 * planned.samples * options.prompt * arch.hidden_size * arch.vocab_size / ranks
+    all_logits = prompt_logits_flops(planned) / ranks
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (

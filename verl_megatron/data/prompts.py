@@ -82,11 +82,11 @@ class PromptDataset(RowReader):
 
     def cursor(self, *, seed: int) -> PromptCursor:
         """Return a cursor over these prompts, at their beginning."""
-        shuffle = self._config.shuffle
+        order: dict[str, Any] = {"seed": seed, "shuffle": self._config.shuffle, "data": self.digest}
         if self.source_index is not None:
             given = [weight for weight, _ in self.shares]
-            return CurriculumCursor(self.source_index, given, seed=seed, shuffle=shuffle)
-        return PromptCursor(num_prompts=len(self), seed=seed, shuffle=shuffle, shares=self.shares)
+            return CurriculumCursor(self.source_index, given, **order)
+        return PromptCursor(num_prompts=len(self), shares=self.shares, **order)
 
     def _parse(self, row: dict) -> Parsed:
         return self._begin([row])()[0]

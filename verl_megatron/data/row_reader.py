@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import os
 from array import array
 from bisect import bisect_right
@@ -34,7 +35,8 @@ Begun = deque[tuple[Chunk, Future | None]]  # chunks that are being encoded whil
 class RowReader(Sequence):
     """Rows of the data files that are within the token limit, in their order.
 
-    `lengths` has the tokens of each, `columns` the keys of the file read last.
+    `lengths` has the tokens of each, `columns` the keys of the file read last. `digest` is a number, from 1
+    on, that other values in the rows, or another order, hardly have.
 
     Args:
         path: what `data.train` says: a file, a folder, or several, separated by commas.
@@ -73,15 +75,16 @@ class RowReader(Sequence):
             self.files = find_files(str(path))
         except ValueError as error:
             raise ValueError(f"data file {name_of(path)} {error}") from None
-        left, part = max_rows, 0
+        left, part, digest = max_rows, 0, hashlib.sha256()
         with _no_collection():
             for file in self.files:
                 if file.part != part:
                     left, part = max_rows, file.part
-                read = self._read(file, left)
+                read = self._read(file, left, digest)
                 left = None if left is None else left - read
                 self.is_whole = self.is_whole and left != 0
         self._items.flush()
+        self.digest = int(digest.hexdigest()[:12], 16) or 1
         self.shares = self._shares()
         if not self._items and self.is_whole:  # otherwise later rows may be short enough
             why = (
@@ -149,14 +152,14 @@ class RowReader(Sequence):
             places_of(shares)
         return shares
 
-    def _read(self, file: DataFile, most: int | None) -> int:
-        """Add the rows of a file, `most` of them at most; return how many there were."""
+    def _read(self, file: DataFile, most: int | None, digest: "hashlib._Hash") -> int:
+        """Add the rows of a file, `most` of them at most, and to `digest`; return how many there were."""
         read, begun = 0, Begun()
         self._is_table = file.kind != JSON
         self._starts.append(len(self))
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
             try:
-                for chunk in _chunks(_shown(islice(file.rows(), most), file.path)):
+                for chunk in _chunks(_shown(islice(file.rows(), most), file.path), digest):
                     if not read:
                         self._recognize(chunk[0][1], file)
                     read += len(chunk)
@@ -281,14 +284,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _chunks(rows: Iterator[tuple[int, dict]]) -> Iterator[Chunk]:
+def _chunks(rows: Iterator[tuple[int, dict]], digest: "hashlib._Hash") -> Iterator[Chunk]:
     """Yield the rows in lists of limited size; those before an error come before it."""
     chunk: Chunk = []
     characters = 0
     try:
         for number, row in rows:
             chunk.append((number, row))
-            characters += _characters(row)
+            values: list[str] = []
+            _collect(row, values)
+            text = "\0".join(values)
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+            characters += len(text)
             if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
                 yield chunk
                 chunk, characters = [], 0
@@ -300,19 +307,15 @@ def _chunks(rows: Iterator[tuple[int, dict]]) -> Iterator[Chunk]:
         yield chunk
 
 
-def _characters(value: Any) -> int:
-    """Characters of the texts in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if not isinstance(value, (dict, list)):
-        return 0
-    total = 0
+def _collect(value: dict | list, found: list[str]) -> None:
+    """Add the texts in a value, and what else it holds as Python writes it."""
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, str):
-            total += len(inner)
-        elif isinstance(inner, (dict, list)):
-            total += _characters(inner)
-    return total
+            found.append(inner)
+        elif isinstance(inner, dict) or (isinstance(inner, list) and inner and not isinstance(inner[0], int)):
+            _collect(inner, found)
+        else:
+            found.append(repr(inner))
 
 
 def _shown(rows: Iterator[tuple[int, dict]], path: str) -> Iterator[tuple[int, dict]]:

@@ -71,6 +71,7 @@ def supervise(call: Call, config: TrainerConfig) -> int:
     try:
         bridge = _bridge(call, board, parts, asked.check)
         environment = dict(os.environ) | {ADDRESS: bridge, TOKEN: token, PARENT: str(os.getpid())}
+        environment[process.LAUNCH] = secrets.token_hex(8)
         own = [_World(part, call, environment) for part in parts if part.host == call.node_rank]
         return _Supervisor(call, board, own, asked, Lookout(bridge, token)).run()
     except BoardLostError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel import device
+from parallel.bridge import START
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import random_state, resume
 from parallel.checkpoint.background import Background
@@ -17,6 +18,7 @@ from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.training_state import Snapshot
 from parallel.rank_set import RankSet
 from parallel.runtime.refusal import short_repr
+from parallel.runtime.run_lock import launch_identity
 from verl_megatron.checks.versions import versions_here
 from verl_megatron.config.section import as_dict
 from verl_megatron.data.order.cursor import PromptCursor
@@ -221,10 +223,8 @@ class Progress:
             CheckpointError: all checkpoints are damaged, or it is of other models.
         """
         begin = time.perf_counter()
-        if self.config.run.resume == "never" and not int(
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        ):  # torchrun restarts always resume
-            if earlier := resume.put_aside_all(self.folder, self.world):
+        if self.config.run.resume == "never" and not self._has_begun_anew():
+            if earlier := resume.put_aside_all(self.folder, self.world, launch=launch_identity()):
                 self.say(
                     f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; "
                     "remove what is not wanted"
@@ -274,6 +274,13 @@ class Progress:
             f"resuming after iteration {self.step} from {path}, {how}{attached} (read in "
             f"{time.perf_counter() - begin:.1f} s)"
         )
+
+    def _has_begun_anew(self) -> bool:
+        """Return whether an earlier attempt of this launch has, so that the checkpoints are its own."""
+        starts = [os.environ.get(name) or "0" for name in ("TORCHELASTIC_RESTART_COUNT", START)]
+        # torchrun counts on each host the attempts that ended there
+        is_restarted = any(self.world.all_gather_object(starts != ["0", "0"]))
+        return is_restarted and resume.has_begun_anew(self.folder, self.world, launch=launch_identity())
 
     def _restore(self, saved: dict) -> None:
         """Load what else a manifest holds; a subclass may have more."""

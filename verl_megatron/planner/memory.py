@@ -28,6 +28,7 @@ PARTS = ("process", "weights", "gradients", "optimizer", "activations", "version
 UPDATES = ("critic_update", "actor_update")
 SCORES = "scores"  # phase of the scoring worlds
 IDLE, KV_CACHE = "the idle models", "KV cache"
+HOST_MEMORY = "host memory"  # of a Problem
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
 
@@ -342,7 +343,7 @@ def _saved_from_host(run: PlannedRun, models: list[RoleOnRank]) -> float:
 class Problem:
     """A memory need that does not fit."""
 
-    cause: str  # a phase, IDLE, "KV cache" or "host memory"
+    cause: str  # a phase, IDLE, KV_CACHE or HOST_MEMORY
     needed_bytes: float
     room_bytes: float
 
@@ -370,7 +371,7 @@ def problems_of(
     run = run.longest
     if run.config.engine.dynamic_batching:  # whose micro-batches become smaller where memory is short
         memory = replace(memory, kinds=_kinds_of(row_by_row(run), machine))
-    room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
+    room = machine.gpu_bytes * (1 - margin)
     needs = {IDLE: memory.idle_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
     found = [
         Problem(cause, needed, min(room, machine.gpu_bytes))
@@ -380,6 +381,14 @@ def problems_of(
     sample = serving.kv_bytes_per_token(run) * (run.prompt_tokens + run.response_tokens)
     if memory.kv_cache_bytes < sample:
         found.append(Problem(KV_CACHE, sample, max(0.0, memory.kv_cache_bytes)))
-    if memory.host_bytes > host_room:
-        found.append(Problem("host memory", memory.host_bytes, min(host_room, machine.host_bytes)))
+    if host := host_problem(memory, machine, margin=margin):
+        found.append(host)
     return found
+
+
+def host_problem(memory: MemoryPlan, machine: Machine, *, margin: float = 0.0) -> Problem | None:
+    """Return what does not fit a host, with the margin of `problems_of`."""
+    room = machine.host_bytes * (1 - margin)
+    if memory.host_bytes > room:
+        return Problem(HOST_MEMORY, memory.host_bytes, min(room, machine.host_bytes))
+    return None

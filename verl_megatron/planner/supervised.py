@@ -14,10 +14,10 @@ from verl_megatron.config import (
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner.machine import GIB, Machine, find_machine
-from verl_megatron.planner.memory import MemoryPlan, Problem, plan_memory
+from verl_megatron.planner.memory import HOST_MEMORY, MemoryPlan, Problem, host_problem, plan_memory
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.preflight import LEAST, TOLERANCE
-from verl_megatron.planner.text import DOES_NOT_FIT
+from verl_megatron.planner.text import DOES_NOT_FIT, budget_lines
 from verl_megatron.planner.training import infer_seconds, step_seconds
 
 STEP = "actor_update"  # the only phase
@@ -67,9 +67,10 @@ def supervised_report(
     machine = find_machine(gpu)
     run = supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host)
     memory = plan_memory(run, machine)
+    run = replace(run, budgets=memory.budgets)
     fullest = max(memory.kinds, key=lambda kind: kind.total(STEP))
     parts = " ".join(f"{part} {size / GIB:.1f}" for part, size in fullest.phases[STEP].items() if size)
-    problem = _problem(memory, machine.gpu_bytes)
+    problem = _problem(memory, machine)
     seconds = step_seconds(run, machine, run.actor)
     if frozen := run.roles[1:]:
         seconds += infer_seconds(run, machine, frozen)
@@ -78,8 +79,9 @@ def supervised_report(
         [
             f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB"
             f" of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
+            *budget_lines(memory),
             f"seconds predicted: {seconds:.1f} a step of samples of {config.data.max_tokens} tokens",
-            f"{DOES_NOT_FIT}\n  {problem}; {_remedy(config)}"
+            f"{DOES_NOT_FIT}\n  {problem}; {_remedy(config, problem)}"
             if problem
             else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
         ]
@@ -104,25 +106,28 @@ def check_supervised_fits(
     memory = plan_memory(
         supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least
     )
-    problem = _problem(memory, least.gpu_bytes * (1 + TOLERANCE))
+    problem = _problem(memory, least, margin=-TOLERANCE)
     return (
         [
             f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; "
-            + _remedy(config)
+            + _remedy(config, problem)
         ]
         if problem
         else []
     )
 
 
-def _problem(memory: MemoryPlan, room: float) -> Problem | None:
+def _problem(memory: MemoryPlan, machine: Machine, *, margin: float = 0.0) -> Problem | None:
+    room = machine.gpu_bytes * (1 - margin)
     for cause, phase in (("a step", STEP), ("building the models", "build")):
         if (needed := memory.phase_bytes(phase)) > room:
             return Problem(cause, needed, room)
-    return None
+    return host_problem(memory, machine, margin=margin)
 
 
-def _remedy(config: SupervisedConfig) -> str:
+def _remedy(config: SupervisedConfig, problem: Problem) -> str:
+    if problem.cause == HOST_MEMORY:
+        return "use more hosts, or set run.save_interval=0: checkpoints are written from copies there"
     section = models_of(config)[0].section
     if config.engine.sharding == "full":
         return (

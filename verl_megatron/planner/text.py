@@ -109,14 +109,19 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
         for kind in memory.kinds:
             totals = (f"{kind.total(phase) / GIB:.1f}" * (phase in kind.phases) for phase in memory.phases)
             lines.append(f"{named(kind):<26}{_cells(totals, 15)}")
-    budgets = [f"{tokens:,} tokens ({name})" for name, tokens in memory.budgets.items()]
-    if budgets:
-        lines += ["", f"engine.dynamic_batching: micro-batches of up to {', '.join(budgets)}"]
+    if budgets := budget_lines(memory):
+        lines += ["", *budgets]
     return lines + [
         "",
         f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB;"
         f" KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank",
     ]
+
+
+def budget_lines(memory: MemoryPlan) -> list[str]:
+    """Format the micro-batches that were fitted to the memory: a line, or none."""
+    budgets = [f"{tokens:,} tokens ({name})" for name, tokens in memory.budgets.items()]
+    return [f"engine.dynamic_batching: micro-batches of up to {', '.join(budgets)}"] * bool(budgets)
 
 
 def _cells(texts: Iterable[str], width: int) -> str:

@@ -20,6 +20,7 @@ from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.row_shards import row_shards
 from parallel.weights.rules import Head, megatron_shards
 from parallel.weights.shard import Shards
+from parallel.weights.writing import with_dtype
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import CriticConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -348,10 +349,7 @@ class Engine:
             folder,
             template_folder=Path(template),
             ranks=self.groups.members,
-            config=self.arch.to_hf(
-                head=head,
-                carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")},
-            ),
+            config=self.arch.to_hf(head=head, carry=with_dtype(read_config(template), self.compute.dtype)),
         )
 
     # ---- forward passes ------------------------------------------------------------------------------------

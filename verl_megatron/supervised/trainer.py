@@ -68,6 +68,7 @@ class SupervisedTrainer(BaseTrainer):
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             shares=self.inputs.train.shares,
+            data=self.inputs.train.digest,
         )
         self.clock = PhaseTimer(device.synchronize_stream, around=self.watchdog.operation)
         trainable = {specs[0].name: self.trained}

@@ -173,7 +173,7 @@ def measure(given: argparse.Namespace) -> tuple[str, list[RunFailedError]]:
     job, ways = job_of(given), ways_of(given)
     verl = "" if given.only == "ours" else version_of_verl(given.verl_python)
     configs = {name: config_of(job, name, settings) for name, settings in ways.items()}
-    write_job(job, shape=given.shape, layers=given.layers, hf=given.hf)
+    made_of = write_job(job, shape=given.shape, layers=given.layers, hf=given.hf)
     plans = {name: plan_of(job, name, config) for name, config in configs.items()}
     seconds_of = planner_of(this_machine(None))
     lines: list[Measured] = []
@@ -182,7 +182,8 @@ def measure(given: argparse.Namespace) -> tuple[str, list[RunFailedError]]:
     if verl:
         runs = {VERL: partial(run_verl, job, given.verl_python, given.verl)} | runs
     for name, run in runs.items():
-        record = Record(job, name, settings=[verl, *given.verl] if name == VERL else ways[name])
+        settings = [verl, *given.verl] if name == VERL else ways[name]
+        record = Record(job, name, made_of=made_of, settings=settings)
         line = record.read() if given.resume else None
         version = f" {verl}" if name == VERL else ""
         where = "measured by an earlier call" if line else record.folder / "log.txt"

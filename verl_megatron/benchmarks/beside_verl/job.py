@@ -77,23 +77,26 @@ class Job:
             raise ValueError(f"--iterations {self.iterations}: the first two do not count; give at least 3")
 
 
-def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> None:
+def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> dict[str, Any]:
     """Write model, prompts and rewards for both, unless an earlier call has written the same.
 
     Args:
         hf: a model to use; None: one of `shape` with random weights.
 
+    Returns:
+        What model and prompts are made of.
+
     Raises:
         ValueError: no such model, not enough disk space, or unreasonable sizes.
     """
-    made_of = {
+    made_of: dict[str, Any] = {
         "model": [shape, layers] if hf is None else str(hf.resolve()),
         "rows": 2 * job.prompts,
         "prompt_tokens": job.prompt_tokens,
     }
     mark, model = job.folder / "job.json", job.folder / "model"
     if mark.is_file() and json.loads(mark.read_text()) == made_of:
-        return
+        return made_of
     mark.unlink(missing_ok=True)
     if model.is_symlink():
         model.unlink()
@@ -109,6 +112,7 @@ def write_job(job: Job, *, shape: str, layers: int, hf: Path | None) -> None:
         (job.folder / "reward.py").write_text(REWARD)
     _write_for_verl(job.folder)
     mark.write_text(json.dumps(made_of))
+    return made_of
 
 
 def _make_random(job: Job, shape: str, layers: int) -> None:

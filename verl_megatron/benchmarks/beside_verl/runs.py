@@ -57,12 +57,14 @@ class Measured:
     Args:
         seconds: by phase of the table; `iteration` is the whole.
         memory_gib: in use on the fullest GPU at the ends of our phases; None for verl
+        iterations: that have ended, with those that do not count.
         problem: what went wrong after the iterations that count.
     """
 
     name: str
     seconds: dict[str, float]
     memory_gib: float | None
+    iterations: int = 0
     problem: str = ""
 
 
@@ -136,6 +138,7 @@ def measured(
         name=name,
         seconds=seconds | {"iteration": median(one["iteration"] for one in counted)},
         memory_gib=max(memory_gib, default=None),
+        iterations=len(iterations),
         problem=problem,
     )
 

@@ -304,6 +304,9 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     machine = this_machine(given.gpu)
     planned, links = planner_of(machine), links_of(given, machine)
     rows = measured(sizes, planned)
+    # kept, whatever becomes of the model
+    alone = Report(title="", device=_device(), rows=rows, peak_flops=None, notes=[])
+    write_csv(given.out / "scaling.csv", alone)
     scaling = Scaling(
         runs=[size.run for size in sizes],
         rows=rows,

@@ -223,7 +223,8 @@ class Scaling:
             ValueError: models on separate devices, or more data-parallel ranks than samples of a mini-batch.
         """
         config = deepcopy(self.runs[-1].config)
-        if config.actor.devices or config.critic.devices or config.reward.devices:
+        sections = ("actor", "critic", "reference", "reward", "teacher")
+        if any(getattr(config, name).devices for name in sections):
             raise ValueError("models that stand on devices of their own have no larger size")
         if not self.strong:
             config.data.prompts_per_iteration = config.data.prompts_per_iteration * gpus // self.rows[-1].gpus
@@ -291,8 +292,10 @@ def _grown(run: PlannedRun, config, gpus: int, ranks_per_host: int) -> PlannedRu
         config.actor.path: archs["actor"],
         config.critic.path: archs["critic"],
         config.reward.path: archs.get("reward"),
+        config.teacher.path: archs.get("teacher"),
     }
-    for model, name in ((config.actor, "actor"), (config.critic, "critic"), (config.reward, "reward")):
+    for name in ("actor", "critic", "reward", "teacher"):
+        model = getattr(config, name)
         layout = next((role.layout for role in run.roles if role.name == name), None)
         if layout is not None:
             sizes = (

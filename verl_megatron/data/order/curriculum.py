@@ -171,9 +171,18 @@ class CurriculumCursor(PromptCursor):
     Args:
         index: the source of each prompt.
         given: weight of each source without a curriculum; empty: its number of prompts.
+        data: `digest` of the prompts; 0: unknown.
     """
 
-    def __init__(self, index: SourceIndex, given: Sequence[float] = (), *, seed: int, shuffle: bool = True):
+    def __init__(
+        self,
+        index: SourceIndex,
+        given: Sequence[float] = (),
+        *,
+        seed: int,
+        shuffle: bool = True,
+        data: int = 0,
+    ):
         self._members, self._of_prompt = index.members(), index.of_prompt
         counts = [len(members) for members in self._members]
         shares = shares_of(given or counts)
@@ -186,7 +195,7 @@ class CurriculumCursor(PromptCursor):
             int, tuple[int, array[int]]
         ] = {}  # by source: number and present permutation
         self.recent: list[int] = []  # sources of the prompts drawn since `observe`, in order
-        super().__init__(num_prompts=len(index.of_prompt), seed=seed, shuffle=shuffle)
+        super().__init__(num_prompts=len(index.of_prompt), seed=seed, shuffle=shuffle, data=data)
         self.mixture = zlib.crc32(repr([index.by, *zip(index.names, counts, shares)]).encode()) or 1
 
     def _go_to(self, *, epoch: int, position: int) -> None:

@@ -12,10 +12,22 @@ class PromptCursor:
 
     Each epoch is a permutation determined by (seed, epoch), so the position is two integers. With `shares`,
     weights of several sources, an epoch has as many prompts of each as its weight says (`mixture`).
+
+    Args:
+        data: `digest` of the prompts; 0: unknown.
     """
 
-    def __init__(self, *, num_prompts: int, seed: int, shuffle: bool = True, shares: Sequence[Share] = ()):
+    def __init__(
+        self,
+        *,
+        num_prompts: int,
+        seed: int,
+        shuffle: bool = True,
+        shares: Sequence[Share] = (),
+        data: int = 0,
+    ):
         assert num_prompts > 0
+        self.data = data
         self.shares = list(shares)
         self.mixture = digest_of(self.shares)
         self.num_prompts = num_prompts
@@ -44,19 +56,20 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values from which `load_state_dict` resumes exactly."""
-        return {
+        state = {
             "epoch": self.epoch,
             "position": self.position,
             "num_prompts": self.num_prompts,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
-        } | ({"mixture": self.mixture} if self.mixture else {})
+        }
+        return state | {name: value for name in ("mixture", "data") if (value := getattr(self, name))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`.
 
         Raises:
-            ValueError: it was saved with a different number of prompts, seed, shuffle, weights or curriculum.
+            ValueError: it was saved with other prompts, seed, shuffle, weights or curriculum.
         """
         self._check(state)
         self._go_to(epoch=state["epoch"], position=state["position"])
@@ -85,6 +98,11 @@ class PromptCursor:
                     f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))};"
                     " resume with the same data, run.seed and data.shuffle"
                 )
+        if self.data != (saved := state.get("data") or self.data) and self.data:  # older states have none
+            raise ValueError(
+                f"the saved data position is of other rows: they have the digest {saved:012x}, those of "
+                f"data.train {self.data:012x}; resume with the same data, in the same order"
+            )
         if state.get("mixture", 0) != self.mixture:
             raise ValueError(
                 "the saved data position is of other weights in data.train or another data.curriculum, or of "
