@@ -118,7 +118,7 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
                 problems += [problem] * bool(problem)
                 inputs.notes.append(index.note)
             if isinstance(config, TrainerConfig) and config.reward.function:
-                problem = _reward_problem(config.reward.function, data)
+                problem = reward_problem(config.reward.function, data)
                 problems += [f"{problem} ({path})"] * bool(problem)
     if isinstance(config, TrainerConfig) and config.reward.function and rows is None and not problems:
         files = filter(None, (inputs.train, inputs.validation))
@@ -127,7 +127,7 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
     return problems
 
 
-def _reward_problem(function: str, data: Any) -> str:
+def reward_problem(function: str, data: Any) -> str:
     """Return what the reward functions lack for the rows of `data`, a PromptDataset; empty if nothing."""
     if problem := sources_problem(function, data.sources):
         return problem

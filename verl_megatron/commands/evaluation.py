@@ -2,6 +2,7 @@
 
 import json
 
+from parallel.runtime.refusal import short_repr
 from verl_megatron.launch.options import Options, add_launcher_options, check_output
 
 GENERATE = """\
@@ -78,11 +79,17 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     from verl_megatron.evaluation import Evaluation
     from verl_megatron.launch.command_line import settings_of
 
-    named = [setting.split("=")[0] for setting in given.settings]
-    if taken := [name for name in values if name in named]:
-        raise ValueError(f"{taken[0]} is an argument of its own; leave the setting out")
-    texts = [f"{name}={json.dumps(value)}" for name, value in values.items()]
-    _, settings = settings_of([*given.settings, *texts])
+    _, settings = settings_of(given.settings)
+    for name, value in values.items():
+        section, _, setting = name.partition(".")
+        own = settings.setdefault(section, {})
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"{section}={short_repr(own)} is no section with settings; give its settings one by one"
+            )
+        if setting in own:
+            raise ValueError(f"{name} is an argument of its own; leave the setting out")
+        own[setting] = value
     evaluation = Evaluation(settings=settings, out=given.out, samples=given.samples, scored=scored)
     ranks = launched.ranks or ranks_of(evaluation.config())
     note = evaluation.fit_lengths()
