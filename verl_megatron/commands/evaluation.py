@@ -1,6 +1,7 @@
 """`generate` and `evaluate`: responses of a model folder to a file of prompts, without training."""
 
 import json
+from argparse import Namespace
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.launch.options import Options, add_launcher_options, check_output
@@ -71,8 +72,8 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     given = _parser(scored=scored).parse_intermixed_args(rest)
     if given.samples < 1:
         raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
-    if given.out or not scored:
-        check_output("--out", given.out)
+    if given.out:
+        check_output("--out", given.out, inputs=_inputs(given))
     values = {"actor.path": _folder(given.model), "data.validation": given.prompts}
     values |= {"reward.function": given.reward} if scored and given.reward else {}
     from verl_megatron.checks.problems import refuse
@@ -102,6 +103,19 @@ def _run(arguments: list[str], *, scored: bool) -> int:
         ranks=ranks,
         restarts=launched.max_restarts,
     )
+
+
+def _inputs(given: Namespace) -> list[str]:
+    """Return the files and folders that a command line names to be read."""
+    from verl_megatron.data.formats.sources import parts_of
+    from verl_megatron.rewards.plan import functions_of
+
+    files = [function.rpartition(":")[0] for function in functions_of(getattr(given, "reward", ""))]
+    try:
+        prompts = [part.path for part in parts_of(given.prompts)]
+    except ValueError:
+        prompts = []  # of wrong weights, which are refused
+    return [given.model, *prompts, *filter(None, files)]
 
 
 def _folder(model: str) -> str:

@@ -97,7 +97,8 @@ def _copy(path: Path, folder: Path) -> list[Path]:
     with_it = sorted((SHIPPED / "launch").iterdir()) if is_script else _near(path)
     places = {source: folder / source.relative_to(path.parent) for source in (*with_it, path)}
     shown = [place for source, place in places.items() if source == path or not is_script]
-    if taken := [str(place) for place in shown if os.path.lexists(place)]:
+    taken = [str(place) for place in shown if os.path.lexists(place)]
+    if taken := taken or [str(place) for source, place in places.items() if _differ(source, place)]:
         raise ValueError(f"{taken[0]} exists already; remove it, or name another folder")
     try:
         for source, place in places.items():
@@ -106,6 +107,13 @@ def _copy(path: Path, folder: Path) -> list[Path]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); name a folder that can") from None
     return shown
+
+
+def _differ(source: Path, place: Path) -> bool:
+    """Whether there is something else at the place of a copy."""
+    if not os.path.lexists(place):
+        return False
+    return not place.is_file() or place.read_bytes() != source.read_bytes()
 
 
 def _near(path: Path) -> list[Path]:

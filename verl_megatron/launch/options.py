@@ -134,10 +134,13 @@ def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
     return [action for action in actions if action.option_strings and action.help != argparse.SUPPRESS]
 
 
-def check_output(option: str, path: str | Path, *, is_replaced: bool = False) -> None:
+def check_output(
+    option: str, path: str | Path, *, inputs: Iterable[str | Path] = (), is_replaced: bool = False
+) -> None:
     """Check that a file can be written, before the work that it is for.
 
     Args:
+        inputs: files and folders that are read, if they exist; the file is none of them and in none of them.
         is_replaced: a new file takes the place of the old one, so pipes and devices cannot be written.
 
     Raises:
@@ -154,3 +157,9 @@ def check_output(option: str, path: str | Path, *, is_replaced: bool = False) ->
         can_be = False
     if not can_be:
         raise ValueError(f"{option} {path} cannot be written: name a file in a folder that exists")
+    real = os.path.realpath(path)
+    for given in filter(os.path.exists, inputs):
+        read = os.path.realpath(given)
+        if real == read or real.startswith(os.path.join(read, "")):
+            where = "is" if real == read else "lies in"
+            raise ValueError(f"{option} {path} {where} {given}, which is read; name a file elsewhere")
