@@ -170,7 +170,7 @@ class RowReader(Sequence):
         return read
 
     def _recognize(self, first: dict, file: DataFile) -> None:
-        self.columns = Columns(self._config, first, hint=file.hint)
+        self.columns = Columns(self._config, first, hint=file.hint, unread=file.unread)
         if self.columns.note:
             self._recognized.setdefault(self.columns.note, []).append(file.path)
 

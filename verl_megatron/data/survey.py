@@ -110,7 +110,7 @@ def survey_rows(config: DataSection) -> Survey:
     for file in files:
         columns = None
         for number, row in file.rows():
-            columns = columns or Columns(config, row, hint=file.hint)
+            columns = columns or Columns(config, row, hint=file.hint, unread=file.unread)
             try:
                 values = {name.removesuffix("_key"): columns.value(row, name) for name in needed}
                 prompt, _ = split_answer(values["chosen" if is_paired else "prompt"])
