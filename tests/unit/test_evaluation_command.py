@@ -91,3 +91,17 @@ def test_rows_have_what_the_reward_needs(tmp_path, model):
     given.problems(world_size=1)
     with pytest.raises(ValueError, match="reward.function=length needs reward.target_length or a column"):
         given.read()
+
+
+@pytest.mark.parametrize("function", ["match", "[last_number:1,format:1]", "{a:match,default:json}", "json"])
+def test_rows_without_ground_truth_are_refused_where_one_is_compared(tmp_path, model, function):
+    prompts = tmp_path / "a.jsonl"
+    rows = [{"prompt": "a", "answer": answer, "data_source": "a"} for answer in ("b", None, None)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"actor": {"path": model}, "data": {"validation": str(prompts)}}
+    given = Evaluation(settings=settings | {"reward": {"function": function}})
+    if function == "json":
+        given.read()
+        return
+    with pytest.raises(ValueError, match=f"and 2 rows have none, first at {prompts}, line 2; name its"):
+        given.read()
