@@ -25,6 +25,8 @@ ARGUMENTS = [
     (["--dry-rnu"], 'did you mean "--dry-run"?'),
     (["--seed=3"], "unrecognized arguments: --seed"),
     (["--config-name"], "--config-name/-cn: expected one argument"),
+    (["reward.function={a:math,a:match}"], "reward.function={a:math,a:match} has two entries 'a'; keep one"),
+    (["data.train={'a.jsonl':1,'a.jsonl':2}"], "has two entries 'a.jsonl'; keep one of them"),
     (["--config-name", "run.seed=3"], "--config-name has no recipe after it but 'run.seed=3'"),
     (["--config-name", "nope"], "has no recipe 'nope'; it has good"),
     (["--gpu"], "--gpu: expected one argument"),

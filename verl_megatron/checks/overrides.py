@@ -14,6 +14,7 @@ from verl_megatron.config import MISSING, SCHEMAS, Section, name_here, present_n
 from verl_megatron.config.section import names_of, shown
 
 Schema = TypeVar("Schema")
+LEAST_GROUPED = 10_000  # integers from here on are written with _ at times
 PATHS = ("output_dir", "path", "train", "validation", "function")  # settings that name files or folders
 
 
@@ -102,8 +103,13 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     if name in PATHS:
         value = _with_home(value)
+    many = fields[name].metadata.get("many")
+    if fields[name].type is str and _is_ambiguous(value, takes_truth=many is not None):
+        return (
+            f"{section_name}.{name}={short_repr(value)} was read as a {type(value).__name__}, and the "
+            "setting is a text; put it in quotes"
+        )
     try:
-        many = fields[name].metadata.get("many")
         section[name] = _literal(many(value) if many else value)
         is_number = re.fullmatch(r"[-+]?\d{1,9}", str(value)) is not None
         if isinstance(section[name], bool) and is_number and int(value) not in (0, 1):
@@ -151,6 +157,13 @@ def _with_home(value: Any) -> Any:
     if isinstance(value, dict):
         return {_with_home(key): _with_home(each) for key, each in value.items()}
     return value
+
+
+def _is_ambiguous(value: Any, *, takes_truth: bool) -> bool:
+    """Whether a value may have been written as another text, such as 1e3, 2024_01_02 or off in YAML."""
+    if isinstance(value, bool):
+        return not takes_truth
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) >= LEAST_GROUPED)
 
 
 def _literal(value: Any) -> Any:

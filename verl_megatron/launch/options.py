@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -61,9 +62,17 @@ class Options(argparse.ArgumentParser):
             self.error(f"argument {name}: it is given twice; leave one of them out")
         return super().parse_known_args(args, namespace)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Read what is given for an argument as argparse does, but refuse an option's empty value."""
+        if action.option_strings and not all(text.strip() for text in arg_strings):
+            raise argparse.ArgumentError(action, "its value is empty; give one, or leave the option out")
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Read a value as argparse does, but say what a number has to be."""
+        """Read a value as argparse does, but no number as only Python writes it."""
         try:
+            if action.type in KINDS and not re.fullmatch(r"[-+.\da-zA-Z]*", arg_string, re.ASCII):
+                raise argparse.ArgumentError(action, arg_string)  # such as 1_000
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             if (kind := KINDS.get(action.type)) is None:
