@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options, add_launcher_options, check_output
+from verl_megatron.launch.options import COUNT, Options, add_launcher_options, check_output
 
 GENERATE = """\
 Writes the responses of MODEL to PROMPTS, a data file as for training, as JSON lines.
@@ -57,7 +57,7 @@ def _parser(*, scored: bool) -> Options:
     parser.add_argument(
         "--out", required=not scored, default="", metavar="FILE", help="JSON lines of all samples"
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses to each prompt (1)")
+    parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="responses to each prompt (1)")
     add_launcher_options(parser, usual="as many GPUs as there are, else the fewest that rollout.tp needs")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE", help="of `verl-megatron train`"
@@ -70,8 +70,6 @@ def _run(arguments: list[str], *, scored: bool) -> int:
 
     launched, rest = launcher_options(arguments)
     given = _parser(scored=scored).parse_intermixed_args(rest)
-    if given.samples < 1:
-        raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
     if given.out:
         check_output("--out", given.out, inputs=_inputs(given))
     values = {"actor.path": _folder(given.model), "data.validation": given.prompts}

@@ -35,9 +35,13 @@ def run(arguments: list[str]) -> int:
         "name", nargs="?", default="", metavar="NAME", help="a recipe, or a .yaml file of yours"
     )
     options.add_argument(
-        "folder", nargs="?", default=".", metavar="DIR", type=Path, help="of the copy; default: this folder"
+        "folder", nargs="?", default=None, metavar="DIR", type=Path, help="of the copy; default: this folder"
     )
     given = options.parse_args(arguments)
+    if given.folder is not None and given.action != "copy":
+        raise ValueError(
+            f"recipes {given.action} does not take {short_repr(str(given.folder))}; leave it out"
+        )
     if given.action == "list":
         print(_list(given.name))
         return 0
@@ -49,7 +53,7 @@ def run(arguments: list[str]) -> int:
             check_recipe(path)
         print(path.read_text(encoding="utf-8"), end="")
     else:
-        for copied in _copy(path, given.folder):
+        for copied in _copy(path, given.folder or Path()):
             print(f"written: {copied}")
     return 0
 

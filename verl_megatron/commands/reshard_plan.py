@@ -31,7 +31,7 @@ def number(kind: type, remedy: str) -> Callable[[str], float]:
 
     def read(text: str):
         try:
-            value = kind(text)
+            value = kind(text) if "_" not in text else 0
         except ValueError:
             value = 0
         if not 0 < value < float("inf"):

@@ -167,6 +167,8 @@ class RowReader(Sequence):
                 self._finish_all(file, begun)
                 raise
             self._finish_all(file, begun)
+        if not read and most != 0 and len(self.files) > 1:
+            raise ValueError(f"data file {file.path} has no rows; leave it out or copy it again")
         return read
 
     def _recognize(self, first: dict, file: DataFile) -> None:
