@@ -145,7 +145,7 @@ def test_arguments_that_cannot_be_meant(arguments, words, folder):
 
 
 @pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
-@pytest.mark.parametrize("path", ["", "nowhere", "good.yaml", "circle", "a" * 5000])
+@pytest.mark.parametrize("path", ["nowhere", "good.yaml", "circle", "a" * 5000])
 def test_what_is_no_folder_of_recipes_is_named_with_its_option(option, path, folder, monkeypatch):
     monkeypatch.chdir(folder)
     if not os.path.lexists("circle"):
