@@ -12,12 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime import process
-from verl_megatron.config import RolloutConfig, TrainerConfig
+from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.observe.metrics import Sums
 
+# Settings that are read; those of SCORES only by `evaluate`.
+READ = {
+    "actor": ("path",),
+    "data": (
+        *("validation", "validation_samples", "validation_temperature"),
+        *("prompt_key", "answer_key", "max_prompt_tokens", "overlong"),
+    ),
+    "rollout": (
+        *("tp", "top_p", "top_k", "min_tokens", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        *("dtype", "weight_dtype", "kv_cache_dtype", "kv_cache_mib", "max_num_seqs", "dynamic_batching"),
+        *("speculative", "speculative_tokens", "speculative_max_seqs"),
+        *("gpu_memory_utilization", "enforce_eager"),
+    ),
+    "run": ("seed",),
+}
+SCORES = {
+    "reward": (
+        *("function", "timeout_s", "workers", "failure_score"),
+        *("format", "target_length", "code_timeout_s", "code_memory_mib"),
+    )
+}
+INSTEAD = {
+    "data.samples_per_prompt": "write --samples N",
+    "rollout.adaptive_sampling": ("prompts are sampled at data.validation_temperature here; leave it out"),
+    "rollout.temperature": "prompts are sampled at data.validation_temperature here; set that one",
+}
 SPEED = ("rollout/", "reward/latency_ms")  # metrics that a training run watches
 
 
@@ -91,22 +117,12 @@ class Evaluation:
         from verl_megatron.checks.limits import check_values
         from verl_megatron.checks.problems import problem_of
         from verl_megatron.checks.rollout import check_rollout
-        from verl_megatron.data.formats.sources import source_problem
-        from verl_megatron.rewards.checks import check_reward
-        from verl_megatron.rewards.functions import options_of
+        from verl_megatron.checks.settings import check_functions
+        from verl_megatron.checks.unused import unused_without_training
+        from verl_megatron.data.formats.sources import has_weights, source_problem
 
         config = self.config()
-        problems = check_values(config)
-        if config.rollout.adaptive_sampling:
-            problems.append(
-                f"rollout.adaptive_sampling={config.rollout.adaptive_sampling} is for training; prompts are "
-                "sampled at data.validation_temperature here; leave it out"
-            )
-        if config.rollout.temperature != RolloutConfig().temperature:
-            problems.append(
-                f"rollout.temperature={config.rollout.temperature} is for training; prompts are sampled at "
-                "data.validation_temperature here; set that one"
-            )
+        problems = check_values(config) + self._unread()
         if self.samples > 1 and not config.data.validation_temperature:
             problems.append(
                 f"--samples {self.samples} of a prompt are identical at data.validation_temperature=0; "
@@ -115,29 +131,51 @@ class Evaluation:
         if self.scored and not config.reward.function:
             problems.append("reward.function is not given; name a built-in function or FILE.py:NAME")
         elif self.scored:
-            problems += check_reward(config.reward.function, options_of(config.reward))
-        if reason := source_problem(config.data.validation):
+            problems += check_functions(config.reward)
+        problems += unused_without_training(config)
+        if has_weights(config.data.validation):
+            problems.append(
+                f"data.validation={short_repr(config.data.validation)} has weights, and every prompt is "
+                "asked once; leave them out"
+            )
+        elif reason := source_problem(config.data.validation):
             problems.append(f"data.validation={short_repr(config.data.validation)} {reason}")
         found = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=True).problems
         problems += found or check_rollout(config, read_architecture(config.actor.path), world_size)
         return problems or problem_of(self.read)
 
+    def _unread(self) -> list[str]:
+        """Return a problem for each setting that is given and not read."""
+        from parallel.runtime.refusal import short_repr
+
+        read, problems = READ | (SCORES if self.scored else {}), []
+        for section, values in self.settings.items():
+            for setting in values:
+                name = f"{section}.{setting}"
+                if setting in read.get(section, ()):
+                    continue
+                is_score = setting in SCORES.get(section, ())
+                reason = "is for scores, which evaluate gives" if is_score else "is for training"
+                instead = INSTEAD.get(name, "leave it out")
+                problems.append(f"{name}={short_repr(values[setting])} {reason}; {instead}")
+        return problems
+
     def read(self):
         """Read tokenizer and prompts.
 
         Raises:
-            ValueError: the tokenizer or the file cannot be used, or no reward function is for some rows.
+            ValueError: the tokenizer or the file cannot be used, or rows lack what the reward functions need.
         """
         from parallel.weights.architecture import read_architecture
         from verl_megatron.data.prompts import PromptDataset
         from verl_megatron.data.tokenizer import load_tokenizer
-        from verl_megatron.rewards.checks import sources_problem
+        from verl_megatron.preflight import reward_problem
 
         config = self.config()
         tokenizer = load_tokenizer(config.actor.path)
         vocab_size = read_architecture(config.actor.path).vocab_size
         prompts = PromptDataset(config.data.validation, tokenizer, config.data, vocab_size=vocab_size)
-        if self.scored and (problem := sources_problem(config.reward.function, prompts.sources)):
+        if self.scored and (problem := reward_problem(config.reward.function, prompts)):
             raise ValueError(f"{problem} ({config.data.validation})")
         return tokenizer, prompts
 

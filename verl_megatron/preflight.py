@@ -18,7 +18,7 @@ from verl_megatron.data.shared import OncePerHost
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
-from verl_megatron.rewards.checks import columns_problem, sources_note, sources_problem
+from verl_megatron.rewards.checks import answers_problem, columns_problem, sources_note, sources_problem
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run
 
@@ -118,7 +118,7 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
                 problems += [problem] * bool(problem)
                 inputs.notes.append(index.note)
             if isinstance(config, TrainerConfig) and config.reward.function:
-                problem = _reward_problem(config.reward.function, data)
+                problem = reward_problem(config.reward.function, data)
                 problems += [f"{problem} ({path})"] * bool(problem)
     if isinstance(config, TrainerConfig) and config.reward.function and rows is None and not problems:
         files = filter(None, (inputs.train, inputs.validation))
@@ -127,10 +127,10 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
     return problems
 
 
-def _reward_problem(function: str, data: Any) -> str:
+def reward_problem(function: str, data: Any) -> str:
     """Return what the reward functions lack for the rows of `data`, a PromptDataset; empty if nothing."""
     if problem := sources_problem(function, data.sources):
         return problem
     firsts = ((source, data[index].extra) for source, index in data.first_of.items())
     found = (columns_problem(function, extra, source) for source, extra in firsts)
-    return next(filter(None, found), "")
+    return next(filter(None, found), "") or answers_problem(function, data.without_answer)

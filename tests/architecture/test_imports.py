@@ -17,7 +17,7 @@ OWNERS = {
         "verl_megatron/rollout/vllm",  # vllm.py and what its name begins with
         "verl_megatron/benchmarks/weight_sync/",  # looks into its allocator
     ),
-    "hydra": ("verl_megatron/launch/command_line.py",),
+    "hydra": ("verl_megatron/launch/command_line.py", "verl_megatron/launch/merging.py"),
     "omegaconf": (
         "verl_megatron/launch/command_line.py",
         "verl_megatron/launch/merging.py",

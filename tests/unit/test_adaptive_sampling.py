@@ -311,7 +311,7 @@ def test_tables_that_are_right_and_what_is_said_of_them(folder):
 def test_an_evaluation_has_no_table():
     settings = {"data": {"validation": "a.jsonl"}, "rollout": {"adaptive_sampling": True}}
     problem = Evaluation(settings=settings).problems(world_size=1)[0]
-    assert problem.startswith("rollout.adaptive_sampling=0-63:greedy") and "leave it out" in problem
+    assert problem.startswith("rollout.adaptive_sampling=True is for training") and "leave it out" in problem
 
 
 def test_groups_of_different_sizes_need_not_divide_into_mini_batches(folder):

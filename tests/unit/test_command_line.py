@@ -25,6 +25,8 @@ ARGUMENTS = [
     (["--dry-rnu"], 'did you mean "--dry-run"?'),
     (["--seed=3"], "unrecognized arguments: --seed"),
     (["--config-name"], "--config-name/-cn: expected one argument"),
+    (["reward.function={a:math,a:match}"], "reward.function={a:math,a:match} has two entries 'a'; keep one"),
+    (["data.train={'a.jsonl':1,'a.jsonl':2}"], "has two entries 'a.jsonl'; keep one of them"),
     (["--config-name", "run.seed=3"], "--config-name has no recipe after it but 'run.seed=3'"),
     (["--config-name", "nope"], "has no recipe 'nope'; it has good"),
     (["--gpu"], "--gpu: expected one argument"),
@@ -143,7 +145,7 @@ def test_arguments_that_cannot_be_meant(arguments, words, folder):
 
 
 @pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
-@pytest.mark.parametrize("path", ["", "nowhere", "good.yaml", "circle", "a" * 5000])
+@pytest.mark.parametrize("path", ["nowhere", "good.yaml", "circle", "a" * 5000])
 def test_what_is_no_folder_of_recipes_is_named_with_its_option(option, path, folder, monkeypatch):
     monkeypatch.chdir(folder)
     if not os.path.lexists("circle"):

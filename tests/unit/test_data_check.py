@@ -154,9 +154,14 @@ def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys)
         (["{path}", "--kind", "sft"], "no key 'response'"),
         (["{path}", "data.max_prompt_tokens=0"], "data.max_prompt_tokens=0 lies outside"),
         (["{path}", "data.promptkey=a"], "data.promptkey is no setting"),
-        (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own"),
+        (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own, FILE"),
+        (["{path}", "data.validation=other.jsonl"], "data.validation is an argument of its own, FILE"),
+        (["{path}", "actor.path=model"], "actor.path is an argument of its own, --model"),
+        (["{path}", "rollout.max_tokens=5"], "is not read; leave it out"),
+        (["{path}", "data=5"], "data=5 is no section with settings"),
         (["{path}", "--model", "{path}"], "--model '{path}': tokenizer folder"),
         (["{empty}"], "has no rows"),
+        (["{path},{empty}"], "empty.jsonl has no rows; leave it out or copy it again"),
         (["{path}", "{empty}"], "several files are one argument, with commas"),
         ([""], "data file '' does not exist"),
     ],
@@ -175,6 +180,74 @@ def test_without_a_model_too_prompts_that_a_run_refuses_are_refused(tmp_path, pr
     path = write(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "b"}])
     with pytest.raises(ValueError, match="line 1: a prompt must be a string or a non-empty list of messages"):
         data.run(["check", path])
+
+
+IMAGE = {"type": "image", "image": "a.png"}
+REFUSED = [  # rows that a run refuses for reasons that need no tokenizer
+    ("prompts", {"prompt": "", "answer": "b"}, "the prompt is empty"),
+    ("prompts", {"prompt": " \n", "answer": "b"}, "the prompt is empty"),
+    (
+        "prompts",
+        {"prompt": [{"role": "user", "content": [IMAGE]}], "answer": "b"},
+        "has the part {",
+    ),
+    ("prompts", {"prompt": [{"role": 5, "content": "a"}], "answer": "b"}, "message 1 has role 5"),
+    ("sft", {"prompt": "a", "response": 5}, "'response' must be a string, got 5"),
+    ("sft", {"prompt": "a", "response": None}, "'response' must be a string, got None"),
+    ("sft", {"prompt": "a", "response": ""}, "the response is empty"),
+    ("sft", {"prompt": [*user("a"), {"role": "assistant", "content": None}]}, "has content None"),
+    ("pairs", {"chosen": "a", "rejected": "b"}, "no key 'prompt'"),
+    ("pairs", {"prompt": 5, "chosen": "a", "rejected": "b"}, "'prompt': "),
+    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same response"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "said"), REFUSED, ids=str)
+def test_what_needs_no_tokenizer_is_checked_without_one_as_with_one(tmp_path, model, kind, row, said):
+    path = write(tmp_path / "rows.jsonl", [row])
+    for given in ([], ["--model", model]):
+        with pytest.raises(ValueError) as refused:
+            data.run(["check", path, "--kind", kind, *given])
+        assert f"{path}, line 1: " in str(refused.value) and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.answer_key=prompt", "data.prompt_key and data.answer_key are both 'prompt'"),
+        ("data.prompt_key=", "data.prompt_key is empty"),
+        ("data.curriculum=nope", "data.curriculum='nope' is neither files nor a column"),
+    ],
+)
+def test_keys_and_curriculum_are_checked_without_a_model(tmp_path, setting, said):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}])
+    with pytest.raises(ValueError, match=re.escape(said)):
+        data.run(["check", path, setting])
+
+
+def test_sources_and_columns_are_those_of_a_run(tmp_path, model, capsys):
+    rows = [{"prompt": "a", "answer": "b", "data_source": source} for source in ({"x": 1}, ["y"], None, 5)]
+    path = write(tmp_path / "rows.jsonl", [rows[0] | {"first": 1}, *rows[1:]])
+    for given in ([], ["--model", model]):
+        assert data.run(["check", path, "--json", *given]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["data_sources"] == {"{'x': 1}": 1, "['y']": 1, "5": 1, "(none)": 1}
+        assert found["all_columns"] == ["prompt", "answer", "data_source", "first"]
+
+
+def test_without_a_model_chats_of_all_kinds_are_read(tmp_path, capsys):
+    first = {"role": "assistant", "content": "hey"}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    rows = [
+        {"messages": [*user("hi"), first, *user("so"), TURN]},
+        {"messages": [*user("hi"), called, {"role": "tool", "content": "1"}, TURN]},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert data.run(["check", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["rows"]) == ("sft", 2) and found["characters"]["0%"] == 2
+    pair = {"chosen": [*user("hi"), TURN], "rejected": [*user("hi"), first]}
+    assert data.run(["check", write(tmp_path / "pairs.jsonl", [pair])]) == 0
 
 
 def test_other_subcommands_and_help(capsys):

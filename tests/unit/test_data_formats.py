@@ -272,7 +272,7 @@ BAD = {
         "row 1: column 'prompt': a prompt must be a string",
     ),
     "number.parquet": (lambda path: write(path, [{"prompt": 3, "answer": ""}]), "got 3"),
-    "bytes.parquet": (lambda path: write(path, [{"prompt": b"a", "answer": ""}]), "no key 'prompt'"),
+    "bytes.parquet": (lambda path: write(path, [{"prompt": b"a", "answer": ""}]), "is of the type binary"),
     "infinite.parquet": (
         lambda path: parquet.write_table(INFINITE, path),
         "row 2, column 'answer': a number is inf",

@@ -165,3 +165,9 @@ def test_json_schemas_are_checked_and_fetch_nothing():
         score("json", "1", {"$schema": SCHEMA["$schema"], "$ref": "http://127.0.0.1:9/x.json"})
     without = {name: value for name, value in SCHEMA.items() if name != "$schema"}
     assert score("json", '{"age": 3}', without) == 0, "a value without $schema is compared"
+
+
+def test_a_missing_ground_truth_is_no_text_and_a_whole_float_is_an_integer():
+    with pytest.raises(ValueError, match="there is no ground truth to compare with"):
+        score("match", "None")
+    assert score("match", "56", 56.0) == 1 and score("match", "56.5", 56.5) == 1

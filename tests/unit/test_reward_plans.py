@@ -184,6 +184,7 @@ def test_weights_stand_behind_the_last_colon(text, part):
         ({"gsm8k": {"a": "math"}}, "wrong entry 'gsm8k': it is {'a': 'math'}"),
         ({"math": 0.8, "format": 0.2}, "gives data_source 'math' the number 0.8"),
         ("{a:math,a:match}", "two entries for data_source 'a'"),
+        ('{"a":"math","a":"match"}', "two entries for data_source 'a'"),
         ("[" * 100_000 + "]" * 100_000, "reward.function='[["),
         (["mtach", "math"], "reward.function='mtach' is unknown, did you mean \"match\"?; choose match"),
         (["gone.py:f:0.5"], "reward.function='gone.py:f': file 'gone.py' does not exist"),

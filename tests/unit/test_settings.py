@@ -27,6 +27,7 @@ from verl_megatron.config import (
     get_trainer_config,
 )
 from verl_megatron.config.section import shown
+from verl_megatron.launch.command_line import settings_of
 
 # ---- names and types -------------------------------------------------------------------------------------
 
@@ -327,3 +328,17 @@ def test_a_home_folder_may_be_written_as_shells_do(monkeypatch):
     assert (found.run.output_dir, found.actor.path) == ("/home/me/run", "/home/me/model")
     assert found.data.train == "/home/me/a.jsonl:0.7,b.jsonl:0.3" and found.data.validation == "a~/b"
     assert "/home/me/mine.py:score" in found.reward.function and found.reward.format == "~/"
+
+
+@pytest.mark.parametrize("text", ["2024_01_02", "1e3", "0.10", "true", "007", "0x10", "nan"])
+def test_a_text_that_looks_like_a_number_stays_as_it_is(text):
+    _, given = settings_of([f"run.output_dir={text}", "data.train=a"])
+    assert structured(given, TrainerConfig).run.output_dir == text
+
+
+@pytest.mark.parametrize("written", ["2024_01_02", "1e3", "0.10", "true"])
+def test_what_a_recipe_reads_as_a_number_is_no_text(tmp_path, written):
+    (tmp_path / "mine.yaml").write_text(f"run: {{output_dir: {written}}}\ndata: {{train: a}}\n")
+    _, given = settings_of(["--config", str(tmp_path / "mine.yaml")])
+    with pytest.raises(ValueError, match="run.output_dir=.* is a text; put it in quotes"):
+        structured(given, TrainerConfig)

@@ -14,11 +14,14 @@ from verl_megatron.config import MISSING, SCHEMAS, Section, name_here, present_n
 from verl_megatron.config.section import names_of, shown
 
 Schema = TypeVar("Schema")
+LEAST_GROUPED = 10_000  # integers from here on are written with _ at times
 PATHS = ("output_dir", "path", "train", "validation", "function")  # settings that name files or folders
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
     """Return the settings of `schema` (such as TrainerConfig) with `overrides` applied.
+
+    Texts such as ${run.seed} are replaced in a DictConfig; in any other mapping they stay as they are.
 
     Raises:
         ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
@@ -69,9 +72,10 @@ def _flat(given: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    if not isinstance(overrides, DictConfig):
+        return dict(overrides)
     try:
-        given = overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides))
-        return cast(dict[str, Any], OmegaConf.to_container(given, resolve=True))
+        return cast(dict[str, Any], OmegaConf.to_container(overrides, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); "
@@ -99,9 +103,14 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     if name in PATHS:
         value = _with_home(value)
+    many = fields[name].metadata.get("many")
+    if fields[name].type is str and _is_ambiguous(value, takes_truth=many is not None):
+        return (
+            f"{section_name}.{name}={short_repr(value)} was read as a {type(value).__name__}, and the "
+            "setting is a text; put it in quotes"
+        )
     try:
-        many = fields[name].metadata.get("many")
-        section[name] = many(value) if many else value
+        section[name] = _literal(many(value) if many else value)
         is_number = re.fullmatch(r"[-+]?\d{1,9}", str(value)) is not None
         if isinstance(section[name], bool) and is_number and int(value) not in (0, 1):
             raise ValidationError(f"Value {str(value)!r} is not a valid bool")  # OmegaConf takes every number
@@ -148,6 +157,22 @@ def _with_home(value: Any) -> Any:
     if isinstance(value, dict):
         return {_with_home(key): _with_home(each) for key, each in value.items()}
     return value
+
+
+def _is_ambiguous(value: Any, *, takes_truth: bool) -> bool:
+    """Whether a value may have been written as another text, such as 1e3, 2024_01_02 or off in YAML."""
+    if isinstance(value, bool):
+        return not takes_truth
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) >= LEAST_GROUPED)
+
+
+def _literal(value: Any) -> Any:
+    """Return a text, or a list of texts, in which OmegaConf finds no ${name} to replace."""
+    if isinstance(value, list | tuple):
+        return [_literal(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
 
 
 def _example(section: DictConfig, name: str) -> str:

@@ -24,7 +24,15 @@ from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
-from verl_megatron.config import MISSING, DPOConfig, EngineConfig, RunConfig, SupervisedConfig, TrainerConfig
+from verl_megatron.config import (
+    MISSING,
+    DPOConfig,
+    EngineConfig,
+    RewardConfig,
+    RunConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from verl_megatron.data.formats.sources import NAME_ONE, has_weights, source_problem
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import ModelSpec, models_of
@@ -200,7 +208,18 @@ def _check_reward(config: TrainerConfig) -> list[str]:
             return []
         who = f"{' and '.join(needed)} {'needs' if len(needed) == 1 else 'need'} scores"
         return [f"reward.function and reward.path are both empty, and {who}; set one of them"]
-    problems = check_reward(reward.function, options_of(reward)) if reward.function else []
+    problems = check_functions(reward) if reward.function else []
+    if reward.overlong_tokens > config.rollout.max_tokens:
+        problems.append(
+            f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
+            f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
+        )
+    return problems
+
+
+def check_functions(reward: RewardConfig) -> list[str]:
+    """Return the problems of the reward functions that are named, and of the settings that they read."""
+    problems = check_reward(reward.function, options_of(reward))
     if not reward.format:
         problems.append("reward.format is empty, which only empty responses match; give a regular expression")
     if problem := pattern_problem(reward.format):
@@ -213,10 +232,5 @@ def _check_reward(config: TrainerConfig) -> list[str]:
             f"reward.code_timeout_s={reward.code_timeout_s:g} of one program is more than {CODE_SHARE:.0%} "
             f"of reward.timeout_s={reward.timeout_s:g}, which all programs of a sample share; lower it, or "
             "raise reward.timeout_s"
-        )
-    if reward.overlong_tokens > config.rollout.max_tokens:
-        problems.append(
-            f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
-            f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
         )
     return problems

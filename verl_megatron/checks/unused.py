@@ -1,7 +1,8 @@
 """Settings that a run would not read. One that differs from its default is refused, with the remedy."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
@@ -42,13 +43,19 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
     """
     if config.algorithm.name not in ALGORITHMS:
         return []  # reported by its choices
+    switches = replace(config.algorithm, correction=correction_of(config))
+    found = [_of_algorithm(config, needs), _of_switches(switches), _of_other_sections(config)]
+    return _problems(config, chain(*found, _of_placement(config)))
+
+
+def unused_without_training(config: TrainerConfig) -> list[str]:
+    """Return a problem for each setting of sampling and scores that has been changed and has no effect."""
+    return _problems(config, _of_other_sections(config))
+
+
+def _problems(config: TrainerConfig, found: Iterable[Unused]) -> list[str]:
     problems = []
-    for unused in (
-        *_of_algorithm(config, needs),
-        *_of_switches(replace(config.algorithm, correction=correction_of(config))),
-        *_of_other_sections(config),
-        *_of_placement(config),
-    ):
+    for unused in found:
         for name in unused.names:
             value, default, limits = _setting(config, name)
             if value != default and not value_problems(name, value, limits):

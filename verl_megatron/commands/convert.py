@@ -40,7 +40,7 @@ EXAMPLES = {
 }
 SHOWN = 10
 WORKERS = whole_number(1, 1024)  # argument type
-MAX_GIB = 2**20
+LEAST_GIB, MAX_GIB = 1e-9, 2**20  # a byte is more than the least
 
 
 def parser() -> argparse.ArgumentParser:
@@ -167,11 +167,14 @@ def _budget(options) -> Budget:
 
 
 def _positive(text: str) -> float:
-    """Read GiB: a number above 0."""
-    value = float(text)
-    if not 0 < value <= MAX_GIB:
+    """Read GiB: a number of at least a byte's."""
+    try:
+        value = float(text) if "_" not in text else 0.0
+    except ValueError:
+        value = 0.0
+    if not LEAST_GIB <= value <= MAX_GIB:
         raise argparse.ArgumentTypeError(
-            f"{short_repr(text)} is not accepted; write a number above 0 and at most {MAX_GIB:,}"
+            f"{short_repr(text)} is not accepted; write a number from {LEAST_GIB} to {MAX_GIB:,}"
         )
     return value
 

@@ -23,6 +23,7 @@ EXAMPLES = (
 KINDS = {"prompts": "train", "sft": "sft", "pairs": "dpo"}  # command whose settings apply
 TITLES = {"prompts": "prompts", "sft": "demonstrations", "pairs": "preference pairs"}
 QUANTILES = {"0%": "least", "50%": "median", "100%": "most"}  # names of some
+INSTEAD = {"data.train": "FILE", "data.validation": "FILE", "actor.path": "--model"}
 SHOWN_ROWS = 3  # of those that are left out
 SHOWN_TEXT = 4000  # characters of a text in an example
 
@@ -105,12 +106,17 @@ def _data_section(kind: str, file: str, settings: list[str]) -> Any:
 
     values = settings_of(settings)[1] if settings else {}
     schema = SCHEMAS[KINDS[kind]]
-    data = values.get("data", {})
-    if isinstance(data, dict) and "train" not in data:
-        values["data"] = data | {"train": file}
-    else:
-        raise ValueError("data.train is an argument of its own, FILE; leave the setting out")
+    data = values.setdefault("data", {})
+    for name, instead in INSTEAD.items():
+        section, _, setting = name.partition(".")
+        if isinstance(given := values.get(section), dict) and setting in given:
+            raise ValueError(f"{name} is an argument of its own, {instead}; leave the setting out")
+    if not isinstance(data, dict):
+        raise ValueError(f"data={short_repr(data)} is no section with settings; give them one by one")
+    data["train"] = file
     config = structured(values, schema)
+    unread = [section for section in values if section != "data"]
+    refuse([f"{section}={short_repr(values[section])} is not read; leave it out" for section in unread])
     refuse(check_values(config))
     return cast(Any, config).data
 

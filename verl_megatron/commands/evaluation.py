@@ -1,8 +1,10 @@
 """`generate` and `evaluate`: responses of a model folder to a file of prompts, without training."""
 
 import json
+from argparse import Namespace
 
-from verl_megatron.launch.options import Options, add_launcher_options, check_output
+from parallel.runtime.refusal import short_repr
+from verl_megatron.launch.options import COUNT, Options, add_launcher_options, check_output
 
 GENERATE = """\
 Writes the responses of MODEL to PROMPTS, a data file as for training, as JSON lines.
@@ -55,7 +57,7 @@ def _parser(*, scored: bool) -> Options:
     parser.add_argument(
         "--out", required=not scored, default="", metavar="FILE", help="JSON lines of all samples"
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses to each prompt (1)")
+    parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="responses to each prompt (1)")
     add_launcher_options(parser, usual="as many GPUs as there are, else the fewest that rollout.tp needs")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE", help="of `verl-megatron train`"
@@ -68,21 +70,25 @@ def _run(arguments: list[str], *, scored: bool) -> int:
 
     launched, rest = launcher_options(arguments)
     given = _parser(scored=scored).parse_intermixed_args(rest)
-    if given.samples < 1:
-        raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
-    if given.out or not scored:
-        check_output("--out", given.out)
+    if given.out:
+        check_output("--out", given.out, inputs=_inputs(given))
     values = {"actor.path": _folder(given.model), "data.validation": given.prompts}
     values |= {"reward.function": given.reward} if scored and given.reward else {}
     from verl_megatron.checks.problems import refuse
     from verl_megatron.evaluation import Evaluation
     from verl_megatron.launch.command_line import settings_of
 
-    named = [setting.split("=")[0] for setting in given.settings]
-    if taken := [name for name in values if name in named]:
-        raise ValueError(f"{taken[0]} is an argument of its own; leave the setting out")
-    texts = [f"{name}={json.dumps(value)}" for name, value in values.items()]
-    _, settings = settings_of([*given.settings, *texts])
+    _, settings = settings_of(given.settings)
+    for name, value in values.items():
+        section, _, setting = name.partition(".")
+        own = settings.setdefault(section, {})
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"{section}={short_repr(own)} is no section with settings; give its settings one by one"
+            )
+        if setting in own:
+            raise ValueError(f"{name} is an argument of its own; leave the setting out")
+        own[setting] = value
     evaluation = Evaluation(settings=settings, out=given.out, samples=given.samples, scored=scored)
     ranks = launched.ranks or ranks_of(evaluation.config())
     note = evaluation.fit_lengths()
@@ -95,6 +101,19 @@ def _run(arguments: list[str], *, scored: bool) -> int:
         ranks=ranks,
         restarts=launched.max_restarts,
     )
+
+
+def _inputs(given: Namespace) -> list[str]:
+    """Return the files and folders that a command line names to be read."""
+    from verl_megatron.data.formats.sources import parts_of
+    from verl_megatron.rewards.plan import functions_of
+
+    files = [function.rpartition(":")[0] for function in functions_of(getattr(given, "reward", ""))]
+    try:
+        prompts = [part.path for part in parts_of(given.prompts)]
+    except ValueError:
+        prompts = []  # of wrong weights, which are refused
+    return [given.model, *prompts, *filter(None, files)]
 
 
 def _folder(model: str) -> str:

@@ -18,7 +18,7 @@ from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
 from verl_megatron.commands.convert import DTYPES, NAMED
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import Options, whole_number
 from verl_megatron.manifest import manifest_problem
 
 EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bfloat16")
@@ -33,7 +33,9 @@ def run(arguments: list[str]) -> int:
     """
     options = Options(description=__doc__, examples=EXAMPLES)
     options.add_argument("run", metavar="RUN", type=Path, help="run.output_dir of the run")
-    options.add_argument("--step", type=int, help="iteration of the checkpoint; without it the newest")
+    options.add_argument(
+        "--step", type=whole_number(0), help="iteration of the checkpoint; without it the newest"
+    )
     options.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN/export/step_N")
     options.add_argument(
         "--dtype",

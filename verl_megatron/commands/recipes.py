@@ -35,9 +35,13 @@ def run(arguments: list[str]) -> int:
         "name", nargs="?", default="", metavar="NAME", help="a recipe, or a .yaml file of yours"
     )
     options.add_argument(
-        "folder", nargs="?", default=".", metavar="DIR", type=Path, help="of the copy; default: this folder"
+        "folder", nargs="?", default=None, metavar="DIR", type=Path, help="of the copy; default: this folder"
     )
     given = options.parse_args(arguments)
+    if given.folder is not None and given.action != "copy":
+        raise ValueError(
+            f"recipes {given.action} does not take {short_repr(str(given.folder))}; leave it out"
+        )
     if given.action == "list":
         print(_list(given.name))
         return 0
@@ -49,7 +53,7 @@ def run(arguments: list[str]) -> int:
             check_recipe(path)
         print(path.read_text(encoding="utf-8"), end="")
     else:
-        for copied in _copy(path, given.folder):
+        for copied in _copy(path, given.folder or Path()):
             print(f"written: {copied}")
     return 0
 
@@ -97,7 +101,8 @@ def _copy(path: Path, folder: Path) -> list[Path]:
     with_it = sorted((SHIPPED / "launch").iterdir()) if is_script else _near(path)
     places = {source: folder / source.relative_to(path.parent) for source in (*with_it, path)}
     shown = [place for source, place in places.items() if source == path or not is_script]
-    if taken := [str(place) for place in shown if os.path.lexists(place)]:
+    taken = [str(place) for place in shown if os.path.lexists(place)]
+    if taken := taken or [str(place) for source, place in places.items() if _differ(source, place)]:
         raise ValueError(f"{taken[0]} exists already; remove it, or name another folder")
     try:
         for source, place in places.items():
@@ -106,6 +111,13 @@ def _copy(path: Path, folder: Path) -> list[Path]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); name a folder that can") from None
     return shown
+
+
+def _differ(source: Path, place: Path) -> bool:
+    """Whether there is something else at the place of a copy."""
+    if not os.path.lexists(place):
+        return False
+    return not place.is_file() or place.read_bytes() != source.read_bytes()
 
 
 def _near(path: Path) -> list[Path]:

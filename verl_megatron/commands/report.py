@@ -28,6 +28,8 @@ def run(arguments: list[str]) -> None:
     given = options.parse_args(arguments)
     if given.output is not None:
         check_output("--output", given.output, is_replaced=True)
+        if not given.output.endswith(".html"):  # such as the metrics of a run
+            raise ValueError(f"--output {given.output} must end in .html; rename it")
     runs = with_own_names([read_run(folder) for folder in given.folders])
     default = Path(given.folders[0]) / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
     path = Path(given.output) if given.output else default

@@ -31,7 +31,7 @@ def number(kind: type, remedy: str) -> Callable[[str], float]:
 
     def read(text: str):
         try:
-            value = kind(text)
+            value = kind(text) if "_" not in text else 0
         except ValueError:
             value = 0
         if not 0 < value < float("inf"):
@@ -119,7 +119,7 @@ def run(arguments: list[str]) -> int:
     options = command_line.parse_args(arguments)
     gc.disable()  # a plan has a million records without reference cycles
     try:
-        _check_files(options.json, options.png)
+        _check_files(options.json, options.png, options.hf)
         case = read_case(
             hf=options.hf,
             train=options.train,
@@ -158,11 +158,11 @@ def run(arguments: list[str]) -> int:
         command_line.error(str(error))
 
 
-def _check_files(json_path: Path | None, png_path: Path | None) -> None:
+def _check_files(json_path: Path | None, png_path: Path | None, model: str) -> None:
     """Check the output files before the computation."""
     for option, path in (("--json", json_path), ("--png", png_path)):
         if path:
-            check_output(option, path)
+            check_output(option, path, inputs=[model])
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")
 

@@ -3,7 +3,7 @@
 import signal
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import Options, whole_number
 
 HELP = """\
 Serves MODEL, a sequence-classification folder with one label, in vLLM: reward.function=http://HOST:PORT asks
@@ -24,12 +24,6 @@ def run(arguments: list[str]) -> int:
         ValueError: no such model, or an address that cannot be listened at.
     """
     given = _parser().parse_args(arguments)
-    if not 0 <= given.port <= 65535:
-        raise ValueError(
-            f"--port {given.port} is no port; give a number from 1 to 65535, or 0 for a free one"
-        )
-    if given.max_tokens is not None and given.max_tokens < 2:
-        raise ValueError(f"--max-tokens {given.max_tokens} leaves no room for a response; give at least 2")
     if not 0 < given.gpu_memory_utilization <= 1:
         raise ValueError(
             f"--gpu-memory-utilization {given.gpu_memory_utilization} is no share; give a number above 0, "
@@ -65,10 +59,12 @@ def _parser() -> Options:
     options = Options(prog="verl-megatron reward-server", description=HELP, examples=EXAMPLES)
     options.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name or URL")
     options.add_argument("--host", default="127.0.0.1", help="address to listen at; nothing is encrypted")
-    options.add_argument("--port", type=int, default=8000, help="port; 0: a free one")
+    options.add_argument("--port", type=whole_number(0, 65535), default=8000, help="port; 0: a free one")
     options.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights")
     options.add_argument(
-        "--max-tokens", type=int, help="longest prompt with response (default: the model's positions)"
+        "--max-tokens",
+        type=whole_number(2),
+        help="longest prompt with response (default: the model's positions)",
     )
     options.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the GPU's memory"

@@ -77,8 +77,11 @@ def check_form(messages: Any) -> None:
             raise ValueError(f"{_NO_PROMPT}, and message {number} is {short_repr(message)}")
 
 
-def checked(messages: Any, template: str) -> Messages:
+def checked(messages: Any, template: str | None) -> Messages:
     """Normalize `messages` for the template: join text parts into one string, drop empty keys.
+
+    Args:
+        template: None: it is not known, and takes all roles and keys.
 
     Raises:
         ValueError: not a list of messages, or a role or content that the template would drop or fail on.
@@ -89,10 +92,10 @@ def checked(messages: Any, template: str) -> Messages:
     ]
 
 
-def _checked(message: Message, which: str, template: str) -> Message:
+def _checked(message: Message, which: str, template: str | None) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not (
-        role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template
+        role in _USUAL_ROLES or template is None or f"'{role}'" in template or f'"{role}"' in template
     ):
         raise ValueError(
             f"{which} has role {short_repr(role)}, which the chat template does not know;"
@@ -100,7 +103,7 @@ def _checked(message: Message, which: str, template: str) -> Message:
         )
     kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [], {})}
     for key in _SAID_BESIDE:
-        if key in kept and key not in template:
+        if key in kept and template is not None and key not in template:
             raise ValueError(
                 f"{which} has {key}, which the chat template does not read;"
                 " write it into content or remove it"

@@ -23,10 +23,18 @@ class Columns:
         config: a section with settings such as `prompt_key`.
         first: the first row of the file, which shows what columns there are.
         hint: what to say of a file without a column, such as where its columns are named.
+        unread: types of columns that the rows lack because these are not read.
     """
 
-    def __init__(self, config: Section, first: Mapping[str, Any], *, hint: str = ""):
-        self._hint = hint
+    def __init__(
+        self,
+        config: Section,
+        first: Mapping[str, Any],
+        *,
+        hint: str = "",
+        unread: Mapping[str, str] | None = None,
+    ):
+        self._hint, self._unread = hint, unread or {}
         self.keys: dict[str, str] = {
             name: getattr(config, name) for name in config.__dataclass_fields__ if name.endswith("_key")
         }
@@ -52,6 +60,12 @@ class Columns:
     def value(self, row: Mapping[str, Any], setting: str) -> Any:
         """Return the row's value for a setting; ValueError if it has none."""
         value = _at(row, self.keys[setting])
+        column = self.keys[setting].partition(".")[0]
+        if value is _ABSENT and (kind := self._unread.get(self.keys[setting]) or self._unread.get(column)):
+            raise ValueError(
+                f"column {short_repr(self.keys[setting])} (data.{setting}) is of the type {kind}, which is "
+                "not read; write it as text"
+            )
         if value is _ABSENT:
             names = ", ".join(map(short_repr, islice(row, 20))) or "no keys"
             raise ValueError(

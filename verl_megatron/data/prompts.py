@@ -67,6 +67,7 @@ class PromptDataset(RowReader):
             )
         self.sources: Counter[str] = Counter()  # prompts by their data_source; "" for those without one
         self.first_of: dict[str, int] = {}  # the first prompt of each
+        self.without_answer: dict[str, tuple[int, str]] = {}  # prompts of each, and the place of the first
         self.source_index = SourceIndex(config.curriculum, str(path)) if config.curriculum else None
         super().__init__(path, tokenizer, config, **options)
 
@@ -77,6 +78,9 @@ class PromptDataset(RowReader):
             source = source_of(parsed[0].extra)
             self.sources[source] += 1
             self.first_of.setdefault(source, index)
+            if parsed[0].answer is None:
+                count, first = self.without_answer.get(source, (0, f"{file.path}, {file.unit} {number}"))
+                self.without_answer[source] = count + 1, first
             if self.source_index is not None:
                 self.source_index.add(parsed[0].extra, file.part)
 

@@ -170,10 +170,12 @@ class RowReader(Sequence):
                 self._finish_all(file, begun)
                 raise
             self._finish_all(file, begun)
+        if not read and most != 0 and len(self.files) > 1:
+            raise ValueError(f"data file {file.path} has no rows; leave it out or copy it again")
         return read
 
     def _recognize(self, first: dict, file: DataFile) -> None:
-        self.columns = Columns(self._config, first, hint=file.hint)
+        self.columns = Columns(self._config, first, hint=file.hint, unread=file.unread)
         if self.columns.note:
             self._recognized.setdefault(self.columns.note, []).append(file.path)
 

@@ -1,15 +1,18 @@
 """What a run would read of its data files, in numbers and examples."""
 
+import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
-from verl_megatron.data.chat import check_form, split_answer
+from verl_megatron.data.chat import Message, Messages
 from verl_megatron.data.columns import Columns
 from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.pairs import READERS
@@ -18,6 +21,8 @@ from verl_megatron.data.row_reader import RowReader
 from verl_megatron.data.tokenizer import Tokenizer
 
 EXAMPLES = 3
+# Of a message, and of a response: no text has them, as Unicode keeps them from being characters.
+BEGIN, END = "\U0010fffe", "\U0010ffff"
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 DataSection = DataConfig | SFTDataConfig | PairDataConfig
@@ -65,10 +70,9 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
     dataset = reader(config.train, tokenizer, replace(config, overlong="drop"), vocab_size=vocab_size)
     _, row = first_row(config.train)
     limit = f"data.{dataset.limit_name}={dataset.limit}"
-    found = _common(dataset.files, Columns(config, row), row) | {
+    found = _common(dataset, Columns(config, row), row) | {
         "rows": len(dataset) + dataset.dropped,
         "kept": len(dataset),
-        "notes": dataset.column_notes,
         "limit": limit,
         "too_long": {
             "rows": dataset.dropped,
@@ -80,18 +84,15 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
         "tokens_with_loss": sum(sum(_has_loss(item)) for item in dataset if isinstance(item, Demonstration)),
         "all_tokens": sum(dataset.lengths),
         "duplicates": _duplicates(dataset),
-        "data_sources": _shares(getattr(item, "extra", {}).get("data_source") for item in dataset),
         "examples": [
             {"row": dataset.place(index)} | _example(item, tokenizer)
             for index, item in enumerate(islice(dataset, EXAMPLES))
         ],
-        "refused": "",
+        "refused": _no_curriculum(dataset),
     }
     if dataset.dropped and config.overlong == "error":
         place, length = dataset.dropped_first[0]
         found["refused"] = f"{place}: {dataset.too_long(length)}"
-    elif (index := getattr(dataset, "source_index", None)) is not None:
-        found["refused"] = index.why_not(is_whole=True)
     return found
 
 
@@ -101,42 +102,78 @@ def survey_rows(config: DataSection) -> Survey:
     Raises:
         ValueError: a row cannot be read, or lacks what the settings name.
     """
-    files, row = first_row(config.train)
-    rows, lengths, sources, examples = 0, [], Counter(), []
-    first = Columns(config, row)
-    is_paired = isinstance(config, PairDataConfig)
-    wanted = ("chosen_key", "rejected_key") if is_paired else ("prompt_key", "answer_key")
-    needed = [name for name, key in first.keys.items() if key and name in wanted]
-    for file in files:
-        columns = None
-        for number, row in file.rows():
-            columns = columns or Columns(config, row, hint=file.hint)
-            try:
-                values = {name.removesuffix("_key"): columns.value(row, name) for name in needed}
-                prompt, _ = split_answer(values["chosen" if is_paired else "prompt"])
-                if not isinstance(prompt, str):
-                    check_form(prompt)
-            except ValueError as error:
-                raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
-            rows += 1
-            lengths.append(_characters(prompt))
-            sources[row.get("data_source")] += 1
-            if len(examples) < EXAMPLES:
-                examples.append({"row": f"{file.path}, {file.unit} {number}"} | values)
-    return _common(files, first, row) | {
-        "rows": rows,
-        "notes": [note for file in files for note in file.notes],
-        "characters": quantiles(lengths),
-        "data_sources": _shares(sources.elements()),
-        "examples": examples,
-        "refused": "",
+    tokenizer, reader = CharacterTokenizer(), READERS[type(config)]
+    endless: dict[str, Any] = {reader.limit_name: sys.maxsize}
+    dataset = reader(config.train, tokenizer, replace(config, **endless))
+    _, row = first_row(config.train)
+    return _common(dataset, Columns(config, row), row) | {
+        "rows": len(dataset),
+        "characters": quantiles([len(tokenizer.decode(item.prompt_token_ids)) for item in dataset]),
+        "examples": list(islice(_first_values(dataset.files, config), EXAMPLES)),
+        "refused": _no_curriculum(dataset),
     }
 
 
-def _common(files: list[DataFile], columns: Columns, row: dict[str, Any]) -> Survey:
-    """Describe files and columns."""
+def _first_values(files: list[DataFile], config: DataSection) -> Iterator[dict[str, Any]]:
+    """Yield the values of rows that the settings name, as they stand in the file."""
+    wanted = (
+        ("chosen_key", "rejected_key") if isinstance(config, PairDataConfig) else ("prompt_key", "answer_key")
+    )
+    for file in files:
+        columns = None
+        for number, row in file.rows():
+            columns = columns or Columns(config, row)
+            values = {
+                name.removesuffix("_key"): columns.get(row, name)
+                for name, key in columns.keys.items()
+                if key and name in wanted
+            }
+            yield {"row": f"{file.path}, {file.unit} {number}"} | values
+
+
+class CharacterTokenizer(Tokenizer):
+    """A stand-in for one that is not known, so that rows get all checks of a run that need none.
+
+    A token is a character. The chat template takes every role, and writes what messages say.
+    """
+
+    def __init__(self):
+        end = ord(END)
+        hf = {"eos_token_id": end, "all_special_ids": [end], "name_or_path": "", "decode": chr}
+        super().__init__(SimpleNamespace(**hf, get_vocab=lambda: ["a"]))
+
+    def _template(self) -> None:
+        return None
+
+    def _rendered(self, chats: list[Messages]) -> list[str]:
+        return ["".join(map(_written, messages)) for messages in chats]
+
+    def _continuation(self, messages: Messages, answer: Message) -> tuple[str, str]:
+        return self._rendered([messages])[0], _written(answer)
+
+    def _ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        return [list(map(ord, text)) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(token) for token in ids if token < ord(BEGIN))
+
+
+def _written(message: Message) -> str:
+    called = json.dumps(calls) if (calls := message.get("tool_calls")) else ""
+    return BEGIN + (message.get("content") or "") + called + END * (message["role"] == "assistant")
+
+
+def _no_curriculum(dataset: RowReader) -> str:
+    index = getattr(dataset, "source_index", None)
+    return "" if index is None else index.why_not(is_whole=True)
+
+
+def _common(dataset: RowReader, columns: Columns, row: dict[str, Any]) -> Survey:
+    """Describe files and columns; `row` is the first."""
     return {
-        "files": [{"path": file.path, "format": file.kind} for file in files],
+        "files": [{"path": file.path, "format": file.kind} for file in dataset.files],
+        "notes": dataset.column_notes,
+        "data_sources": _shares(getattr(dataset, "sources", {})),
         "columns": {f"data.{name}": key for name, key in columns.keys.items()},
         "recognized": columns.note,
         "all_columns": list(row),
@@ -151,11 +188,11 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     )
 
 
-def _shares(sources: Iterable[Any]) -> dict[str, int]:
+def _shares(sources: Mapping[str, int]) -> dict[str, int]:
     """Return the rows of each data source, most first; empty if the rows name none."""
-    counts = Counter(source if isinstance(source, str) else None for source in sources)
-    named = {source: count for source, count in counts.most_common() if source is not None}
-    return named | ({"(none)": counts[None]} if named and counts[None] else {})
+    named = {source: count for source, count in Counter(sources).most_common() if source}
+    unnamed = sources.get("", 0)
+    return named | ({"(none)": unnamed} if named and unnamed else {})
 
 
 def _duplicates(dataset: RowReader) -> dict[str, Any]:
@@ -170,12 +207,6 @@ def _duplicates(dataset: RowReader) -> dict[str, Any]:
             if len(first) < EXAMPLES:
                 first.append({"row": dataset.place(index), "as": dataset.place(earlier)})
     return {"rows": count, "first": first}
-
-
-def _characters(prompt: Any) -> int:
-    if isinstance(prompt, list):
-        return sum(len(str(message.get("content", ""))) for message in prompt if isinstance(message, dict))
-    return len(str(prompt))
 
 
 def _example(item: Any, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -84,8 +84,16 @@ class Tokenizer:
     def prompt_texts(self, prompts: Sequence[str | Messages]) -> list[str]:
         """Return `prompt_text` of several prompts; an error does not say which of them it is about."""
         chats = [self._asked(prompt) for prompt in prompts if not isinstance(prompt, str)]
-        rendered = iter(render_all(self.hf, chats, add_generation_prompt=True) if chats else ())
+        rendered = iter(self._rendered(chats) if chats else ())
         return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+
+    def _rendered(self, chats: list[Messages]) -> list[str]:
+        """Return the texts that the chat template writes for prompts."""
+        return render_all(self.hf, chats, add_generation_prompt=True)
+
+    def _continuation(self, messages: Messages, answer: Message) -> tuple[str, str]:
+        """Return the texts of a prompt, and of the answer to it."""
+        return continuation(self.hf, messages, answer)
 
     def _asked(self, prompt: Messages) -> Messages:
         messages = self._checked(prompt)
@@ -116,7 +124,7 @@ class Tokenizer:
             raise ValueError("the assistant turn is empty; give it content, or leave the row out")
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("with a response, the prompt must be messages that end in a user turn")
-        return continuation(self.hf, messages, answer)
+        return self._continuation(messages, answer)
 
     def conversation_text(self, messages: Messages, answer: Message) -> list[tuple[str, str]]:
         """Return the text before each assistant turn that follows another turn, and the text of that turn.
@@ -142,15 +150,15 @@ class Tokenizer:
 
     def _checked(self, messages: Messages) -> Messages:
         template = self._template()
-        if isinstance(messages, list) and messages and not template:
+        if isinstance(messages, list) and messages and template == "":
             raise ValueError(
                 f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages;"
                 " add chat_template.jinja or give prompts as strings"
             )
         return checked(messages, template)
 
-    def _template(self) -> str:
-        """Text of the chat template, or of all of them; empty without one."""
+    def _template(self) -> str | None:
+        """Text of the chat template, or of all of them; empty without one, None if it is not known."""
         template = self.hf.chat_template
         return template if isinstance(template, str) else " ".join((template or {}).values())
 
@@ -170,7 +178,7 @@ class Tokenizer:
         """Return `encode_text` of several texts; errors as there."""
         if not all(text.strip() for text in texts):
             raise ValueError("the prompt is empty; give it text, or leave the row out")
-        encoded = token_ids(self.hf, texts, add_special_tokens=not is_chat) if texts else []
+        encoded = self._ids(texts, add_special_tokens=not is_chat) if texts else []
         for text, ids in zip(texts, encoded, strict=True):
             # Some tokenizers append the end-of-sequence token to every text; a prompt must not end in it.
             while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
@@ -261,7 +269,10 @@ class Tokenizer:
         return frozenset(self.hf.all_special_ids)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return token_ids(self.hf, [text], add_special_tokens=add_special_tokens)[0]
+        return self._ids([text], add_special_tokens=add_special_tokens)[0]
+
+    def _ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        return token_ids(self.hf, texts, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens."""

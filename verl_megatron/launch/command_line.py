@@ -32,7 +32,7 @@ from verl_megatron.config import SCHEMAS
 from verl_megatron.config.names import name_here
 from verl_megatron.config.section import names_of
 from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
-from verl_megatron.launch.merging import make_room, merged
+from verl_megatron.launch.merging import make_room, merged, override_of
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 from verl_megatron.model_specs import SCORERS
@@ -216,8 +216,8 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
             f"--config {short_repr(known.config)} and --config-name {short_repr(known.config_name)} name two "
             "recipes; leave one of them out"
         )
-    known.overrides = [_override(argument) for argument in rest] + [
-        _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
+    known.overrides = [override_of(argument) for argument in rest] + [
+        override_of(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]
     return known
 
@@ -253,38 +253,6 @@ def _about_word(word: str) -> str:
     if "." in word:
         return f"{short_repr(word)} has no value; {FORM}"
     return f"{short_repr(word)} is no setting{nearest(word, shipped_names())}; {FORM}"
-
-
-def _override(argument: str) -> str:
-    """Prefix settings with `++`, as recipes omit defaults; checks/settings.py refuses unknown settings."""
-    is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
-    if not is_setting:
-        return argument
-    name, _, value = argument.partition("=")
-    return f"++{name}={_in_quotes(value)}"
-
-
-def _in_quotes(value: str) -> str:
-    """Return a text, or a list of texts, in quotes where Hydra needs them: Unicode, `&`, `(` and others."""
-    if _is_readable(value):
-        return value
-    inner = value[1:-1]
-    if value[:1] + value[-1:] == "[]" and not set(inner) & set("[]{}()'\""):
-        return f"[{','.join(_in_quotes(part.strip()) for part in inner.split(','))}]"
-    if value[:1] in tuple("[{'\"") or "," in value:
-        return value
-    quoted = (mark + value + mark for mark in "'\"" if mark not in value)
-    return next(filter(_is_readable, quoted), value)
-
-
-def _is_readable(value: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(f"++name={value}")
-    except HydraException:
-        return False
-    except (ValueError, RecursionError):
-        pass  # such as numbers with thousands of digits: what composes the settings says so
-    return True
 
 
 def settings_of(arguments: list[str], taken: Iterable[str] = ()) -> tuple[argparse.Namespace, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -61,9 +62,17 @@ class Options(argparse.ArgumentParser):
             self.error(f"argument {name}: it is given twice; leave one of them out")
         return super().parse_known_args(args, namespace)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Read what is given for an argument as argparse does, but refuse an option's empty value."""
+        if action.option_strings and not all(text.strip() for text in arg_strings):
+            raise argparse.ArgumentError(action, "its value is empty; give one, or leave the option out")
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Read a value as argparse does, but say what a number has to be."""
+        """Read a value as argparse does, but no number as only Python writes it."""
         try:
+            if action.type in KINDS and not re.fullmatch(r"[-+.\da-zA-Z]*", arg_string, re.ASCII):
+                raise argparse.ArgumentError(action, arg_string)  # such as 1_000
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             if (kind := KINDS.get(action.type)) is None:
@@ -134,10 +143,13 @@ def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
     return [action for action in actions if action.option_strings and action.help != argparse.SUPPRESS]
 
 
-def check_output(option: str, path: str | Path, *, is_replaced: bool = False) -> None:
+def check_output(
+    option: str, path: str | Path, *, inputs: Iterable[str | Path] = (), is_replaced: bool = False
+) -> None:
     """Check that a file can be written, before the work that it is for.
 
     Args:
+        inputs: files and folders that are read, if they exist; the file is none of them and in none of them.
         is_replaced: a new file takes the place of the old one, so pipes and devices cannot be written.
 
     Raises:
@@ -154,3 +166,9 @@ def check_output(option: str, path: str | Path, *, is_replaced: bool = False) ->
         can_be = False
     if not can_be:
         raise ValueError(f"{option} {path} cannot be written: name a file in a folder that exists")
+    real = os.path.realpath(path)
+    for given in filter(os.path.exists, inputs):
+        read = os.path.realpath(given)
+        if real == read or real.startswith(os.path.join(read, "")):
+            where = "is" if real == read else "lies in"
+            raise ValueError(f"{option} {path} {where} {given}, which is read; name a file elsewhere")

@@ -16,7 +16,15 @@ _JSON_BLOCK = re.compile(MARKED.format(languages="json|JSON"), re.DOTALL)
 
 
 def match(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
-    """1 if the response equals the ground truth, ignoring surrounding white space; else 0."""
+    """1 if the response equals the ground truth, ignoring surrounding white space; else 0.
+
+    Raises:
+        ValueError: there is no ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError("there is no ground truth to compare with")
+    if isinstance(ground_truth, float) and ground_truth.is_integer():
+        ground_truth = int(ground_truth)  # of a Parquet column of integers with missing ones
     return float(response.strip() == str(ground_truth).strip())
 
 

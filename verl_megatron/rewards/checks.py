@@ -3,8 +3,14 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from parallel.runtime.refusal import short_repr
-from verl_megatron.rewards.functions import IN_WORKER, REWARDS, builtin_columns, builtin_problem
+from parallel.runtime.refusal import counted, short_repr
+from verl_megatron.rewards.functions import (
+    IN_WORKER,
+    REWARDS,
+    WITHOUT_TRUTH,
+    builtin_columns,
+    builtin_problem,
+)
 from verl_megatron.rewards.plan import DEFAULT, RewardPlan, is_url, read_plan
 from verl_megatron.rewards.process import WorkerProcess
 from verl_megatron.rewards.server import server_problem
@@ -66,6 +72,24 @@ def columns_problem(text: str, columns: Collection[str], source: str = "") -> st
                 f"reward.function={short_repr(part.spec)} takes the argument {short_repr(missing)}, and the "
                 f"data have no such column; they have {shown}"
             )
+    return ""
+
+
+def answers_problem(text: str, missing: Mapping[str, tuple[int, str]]) -> str:
+    """Return which rows lack the ground truth that a built-in function compares with; empty if none do.
+
+    Args:
+        missing: by data_source, the rows without ground truth and the place of the first.
+    """
+    plan = read_plan(text)
+    for source, (count, first) in missing.items():
+        for part in plan.parts(source):
+            if part.spec in REWARDS and part.spec not in WITHOUT_TRUTH:
+                return (
+                    f"reward.function={part.spec} compares with the ground truth, and "
+                    f"{counted(count, 'row has', 'rows have')} none, first at {first}; name its column by "
+                    "data.answer_key, or leave the rows out"
+                )
     return ""
 
 

@@ -34,6 +34,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "json": json_value,
     "code": code,
 }
+WITHOUT_TRUTH = ("format", "length", "json")  # of these, what may do without a ground truth
 IN_WORKER = ("code",)  # of these, what is looked at where they run
 
 

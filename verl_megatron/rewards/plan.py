@@ -113,11 +113,42 @@ def _value(text: str) -> Any:
     if text[:1] + text[-1:] not in ("[]", "{}"):
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_mapping)
+    except _TwiceError:
+        raise
     except RecursionError:
         raise ValueError(f"is nested too deeply; {FORM}") from None
     except ValueError:
         return _without_quotes(text)
+
+
+def named_twice(text: str) -> str:
+    """Return the first name that has two entries in the text of a mapping; empty if there is none."""
+    try:
+        _value(text)
+    except _TwiceError as error:
+        return error.key
+    except ValueError:
+        pass  # whoever reads it says so
+    return ""
+
+
+class _TwiceError(ValueError):
+    """A mapping has two entries of one name."""
+
+    def __init__(self, key: str):
+        self.key = key
+        super().__init__(f"has two entries for data_source {short_repr(key)}; join them to one")
+
+
+def _mapping(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of JSON."""
+    found: dict[str, Any] = {}
+    for key, value in entries:
+        if key in found:
+            raise _TwiceError(key)
+        found[key] = value
+    return found
 
 
 def _without_quotes(text: str) -> Any:
@@ -130,7 +161,7 @@ def _without_quotes(text: str) -> Any:
         key, *values = _split(item, at=":")
         key = _without_marks(key.strip())
         if key in found:
-            raise ValueError(f"has two entries for data_source {short_repr(key)}; join them to one")
+            raise _TwiceError(key)
         found[key] = _bare(":".join(values))
     return found
 

@@ -23,11 +23,13 @@ _READ_BYTES = 1 << 20
 Converter = Callable[[Any], Any]
 
 
-def numbered_rows(path: str | Path, kind: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered_rows(
+    path: str | Path, kind: str, unread: dict[str, str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield row numbers (from 1) and rows of a PARQUET, ARROW or STREAM file.
 
     Values are those of JSON: NaN, which pandas writes for missing numbers, becomes None, times and decimals
-    become texts. Columns of other types are left out; a note says which.
+    become texts. Columns of other types are left out: `unread` receives their names and types.
 
     Raises:
         ValueError: the file is damaged or of another format, names a column twice, or has a row that is too
@@ -39,7 +41,7 @@ def numbered_rows(path: str | Path, kind: str, notes: list[str]) -> Iterator[tup
     try:
         with contextlib.closing(pa.OSFile(str(path))) as file:
             schema, batches = _opened(file, kind)
-            columns = _columns(schema, notes)
+            columns = _columns(schema, unread)
             for batch in batches:
                 for start in range(0, batch.num_rows, BATCH_ROWS):
                     part = batch.slice(start, BATCH_ROWS)
@@ -87,17 +89,15 @@ def _check_names(names: list[str]) -> None:
         raise _RowError(f"column {short_repr(twice[0])} stands twice in the schema; keep one of them")
 
 
-def _columns(schema: "pyarrow.Schema", notes: list[str]) -> dict[str, Converter | None]:
+def _columns(schema: "pyarrow.Schema", unread: dict[str, str]) -> dict[str, Converter | None]:
     """Return the columns that are read, with what makes plain values of theirs (None: they are plain)."""
     _check_names(schema.names)
-    columns, left_out = {}, []
+    columns = {}
     for field in schema:
         try:
             columns[field.name] = _converter(field.type)
         except TypeError:
-            left_out.append(f"{short_repr(field.name)} ({short_repr(str(field.type), limit=60)[1:-1]})")
-    if left_out:
-        notes.append(f"columns of types that are not read: {', '.join(left_out[:20])}")
+            unread[field.name] = short_repr(str(field.type), limit=60)[1:-1]
     return columns
 
 
@@ -156,6 +156,10 @@ def _of_map(inner: Converter | None) -> Converter:
         if pairs is None:
             return None
         named = dict(pairs)
+        if len(named) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _RowError(f"a map has the key {short_repr(twice)} twice; keep one of them")
         return named if inner is None else {name: inner(value) for name, value in named.items()}
 
     return convert
@@ -200,8 +204,8 @@ def _rows(
 def _values(column: "pyarrow.Array", convert: Converter | None, name: str, before: int) -> list[Any]:
     try:
         values = column.to_pylist()
-    except ValueError as error:  # such as a time with nanoseconds
-        raise _RowError(f"after row {before}, {name}: {error}; write it as text") from None
+    except (ValueError, OverflowError):  # such as a time with nanoseconds, or of the year 20000
+        values = [_plain(column, index, name, before) for index in range(len(column))]
     if convert is None:
         return values
     converted = []
@@ -211,3 +215,12 @@ def _values(column: "pyarrow.Array", convert: Converter | None, name: str, befor
         except _RowError as error:
             raise _RowError(f"row {before + len(converted) + 1}, {name}: {error}") from None
     return converted
+
+
+def _plain(column: "pyarrow.Array", index: int, name: str, before: int) -> Any:
+    try:
+        return column[index].as_py()
+    except (ValueError, OverflowError) as error:
+        raise _RowError(
+            f"row {before + index + 1}, {name}: {error}; write it as text, or leave the column out"
+        ) from None

@@ -33,7 +33,13 @@ class DataFile:
     path: str
     kind: str  # JSON, CSV, TSV, PARQUET, ARROW or STREAM
     part: int = 0  # of the paths that the setting names, which one it belongs to
-    notes: list[str] = field(default_factory=list)  # about what is not read, once rows have been
+    unread: dict[str, str] = field(default_factory=dict)  # types of columns left out, once rows are read
+
+    @property
+    def notes(self) -> list[str]:
+        """User messages about what is not read, once rows have been."""
+        left_out = [f"{short_repr(name)} ({kind})" for name, kind in list(self.unread.items())[:20]]
+        return [f"columns of types that are not read: {', '.join(left_out)}"] * bool(left_out)
 
     @property
     def unit(self) -> str:
@@ -51,7 +57,7 @@ class DataFile:
             return json_lines.numbered_rows(self.path)
         if self.kind in (CSV, TSV):
             return csv_lines.numbered_rows(self.path, delimiter="," if self.kind == CSV else "\t")
-        return arrow_tables.numbered_rows(self.path, self.kind, self.notes)
+        return arrow_tables.numbered_rows(self.path, self.kind, self.unread)
 
 
 def source_problem(text: str) -> str:
