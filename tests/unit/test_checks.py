@@ -102,10 +102,6 @@ BAD = [
     ),
     (dict(async__max_staleness=2), ["async.max_staleness=2 needs a rollout on ranks of its own"]),
     (dict(async__max_staleness=-1), ["async.max_staleness=-1"]),
-    (
-        dict(rollout__devices="4-5", async__buffer="window", async__partial="continue", rollout__stop=["##"]),
-        ["async.partial=continue with rollout.stop=['##']", "partial=pause"],
-    ),
     (dict(rollout__devices="4-5", async__sync_interval=2), ["async.sync_interval=2", "buffer=window, or"]),
     (
         dict(rollout__devices="4-5", async__max_staleness=1, rollout__top_p=0.6),

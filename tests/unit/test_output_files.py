@@ -27,15 +27,17 @@ def files(tmp_path, monkeypatch):
         ("generate model a.jsonl --out a.jsonl", "--out a.jsonl is a.jsonl, which is read"),
         ("generate model a.jsonl --out link.jsonl", "--out link.jsonl is a.jsonl, which is read"),
         ("generate model a.jsonl,b.jsonl --out b.jsonl", "--out b.jsonl is b.jsonl, which is read"),
-        ("generate model a.jsonl --out model/config.json", "--out model/config.json lies in model"),
-        ("evaluate model a.jsonl --out model/new.jsonl", "--out model/new.jsonl lies in model"),
+        ("generate model a.jsonl --out model/config.json", "--out model/config.json is a file of model"),
         ("evaluate model a.jsonl --reward reward.py:f --out reward.py", "--out reward.py is reward.py"),
         ("report run --output run/metrics.jsonl", "--output run/metrics.jsonl must end in .html"),
         ("report run --output a.jsonl", "--output a.jsonl must end in .html"),
-        ("plan --model model --gpus 1 --json model/config.json", "--json model/config.json lies in model"),
+        (
+            "plan --model model --gpus 1 --json model/config.json",
+            "--json model/config.json is model/config.json",
+        ),
         (
             "reshard-plan --hf model --train tp1 --rollout tp1 --json model/config.json",
-            "--json model/config.json lies in model",
+            "--json model/config.json is model/config.json",
         ),
     ],
 )
@@ -49,6 +51,7 @@ def test_a_file_that_is_read_is_not_written(files, line, said, capsys):
 
 def test_other_files_are_written(files):
     check_output("--out", "model-2.jsonl", inputs=["model", "a.jsonl", "gone"])
+    check_output("--out", "model/new.jsonl", inputs=["model"])
     check_output("--out", "b.jsonl", inputs=["a.jsonl"])
 
 

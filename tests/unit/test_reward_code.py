@@ -285,7 +285,7 @@ def test_a_worker_scores_programs_and_stays():
             pool.submit(number, "", response, DOUBLED if number < 3 else None)
         rewards = pool.results()
         assert [rewards[number].score for number in range(4)] == [1, 0, 1, 0]
-        assert pool.failures == {"exception": 1} and "the ground truth has no tests" in str(
+        assert pool.failures == {"exception": 2} and "the ground truth has no tests" in str(
             pool.first_failure
         )
 

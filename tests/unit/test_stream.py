@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.planned import arch, run_config
 from tests.scripted_engine import ScriptedEngine
+from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.rollout.sampling import Request, Sampling
 from verl_megatron.rollout.stream import Group, GroupStream
 
@@ -115,3 +117,13 @@ def test_nothing_starts_without_weights():
     assert stream.step() == [] and not engine.submitted and stream.begin_change()
     stream.end_change(1)
     assert [group.number for group in drained(stream)] == [0]
+
+
+@pytest.mark.parametrize(("partial", "refused"), [("continue", True), ("pause", False), ("finish", False)])
+def test_a_stop_string_is_not_split_by_new_weights(partial, refused):
+    config = run_config("tp1", rollout=1)
+    config.rollout.devices, config.rollout.stop = "1", ["##"]
+    config.async_.buffer, config.async_.partial, config.async_.max_staleness = "window", partial, 1
+    problems = check_rollout(config, arch("llama3-8b"), 1)
+    found = [problem for problem in problems if "rollout.stop=['##']: a stop string" in problem]
+    assert bool(found) == refused

@@ -119,7 +119,7 @@ def run(arguments: list[str]) -> int:
     options = command_line.parse_args(arguments)
     gc.disable()  # a plan has a million records without reference cycles
     try:
-        _check_files(options.json, options.png, options.hf)
+        _check_files(options.json, options.png, Path(options.hf, "config.json"))
         case = read_case(
             hf=options.hf,
             train=options.train,
@@ -158,11 +158,11 @@ def run(arguments: list[str]) -> int:
         command_line.error(str(error))
 
 
-def _check_files(json_path: Path | None, png_path: Path | None, model: str) -> None:
+def _check_files(json_path: Path | None, png_path: Path | None, read: Path) -> None:
     """Check the output files before the computation."""
     for option, path in (("--json", json_path), ("--png", png_path)):
         if path:
-            check_output(option, path, inputs=[model])
+            check_output(option, path, inputs=[read])
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")
 

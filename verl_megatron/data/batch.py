@@ -92,7 +92,8 @@ class RolloutBatch:
 
         `parts` has at least one batch. All that have samples have the same fields set.
         """
-        tensors = [part.tensors() for part in [part for part in parts if len(part)] or parts[:1]]
+        filled = [part for part in parts if len(part)] or parts[:1]
+        tensors = [part.tensors() for part in filled]
         joined = {}
         for name in tensors[0]:
             joined[name] = _concatenate_padded([fields[name] for fields in tensors])

@@ -149,7 +149,8 @@ def check_output(
     """Check that a file can be written, before the work that it is for.
 
     Args:
-        inputs: files and folders that are read, if they exist; the file is none of them and in none of them.
+        inputs: files and folders that are read, if they exist; the file is none of them and replaces no
+            file in them.
         is_replaced: a new file takes the place of the old one, so pipes and devices cannot be written.
 
     Raises:
@@ -169,6 +170,6 @@ def check_output(
     real = os.path.realpath(path)
     for given in filter(os.path.exists, inputs):
         read = os.path.realpath(given)
-        if real == read or real.startswith(os.path.join(read, "")):
-            where = "is" if real == read else "lies in"
+        if real == read or (os.path.exists(real) and real.startswith(os.path.join(read, ""))):
+            where = "is" if real == read else "is a file of"
             raise ValueError(f"{option} {path} {where} {given}, which is read; name a file elsewhere")

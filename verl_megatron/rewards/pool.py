@@ -260,14 +260,15 @@ class RewardPool:
             print(f"{self.examples[kind]} (counted as reward/failed; shown once)", flush=True)
             self._shown.add(kind)
 
-    def complaint(self, failed: int, calls: int, first: Failure | None) -> str:
+    def complaint(self, failed: int, calls: int, first: Failure | None = None) -> str:
         """Return why samples are unusable; empty if no reason was found here.
 
         Args:
             failed: of the samples of all ranks.
             calls: these samples.
-            first: the first failure on this rank.
+            first: the first failure on this rank; None: that of the last `results()`, if there was one.
         """
+        first = first or self.first_failure
         setting = f"reward.function={short_repr(self.spec)}"
         if 0 < calls == failed and first is not None:
             problem = f"{setting} failed on all {calls} samples, so nothing can be learnt from them"

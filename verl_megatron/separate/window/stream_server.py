@@ -221,7 +221,7 @@ class StreamServer:
         if pool is not None:
             found = pool.results(ids)
             rewards_B = rewards_of([found[sample_id] for sample_id in ids], sums)
-            failed, complaint = pool.failed, pool.complaint(pool.failed, pool.calls, pool.first_failure)
+            failed, complaint = pool.failed, pool.complaint(pool.failed, pool.calls)
             sums.add(REWARD_LATENCY, pool.total_ms, pool.calls)
             pool.show_new_failures()
         return GroupSamples(
