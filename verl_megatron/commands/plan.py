@@ -350,8 +350,8 @@ def run(arguments: list[str]) -> int:
                 f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer"
             )
         if given.json:
-            compared = [Path(given.compare, METRICS_FILE)] if given.compare else []
-            read = [Path(given.model, "config.json"), given.gpu, *compared]
+            metrics = [Path(given.compare, METRICS_FILE)] if given.compare else []
+            read = [Path(given.model, "config.json"), given.gpu, *metrics]
             check_output("--json", given.json, inputs=read)
         machine = find_machine(given.gpu)
         config = base_config(given)
