@@ -34,7 +34,7 @@ class InTurns(RLTrainer):
                 f"does not count; use at least {2 * len(ways)}"
             )
         config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 0
-        config.run.export, config.run.resume, config.data.validation = False, "never", ""
+        config.run.export, config.data.validation = False, ""
         super().__init__(config)
         self.ways = tuple(ways)
         # of each counted iteration, by phase
@@ -43,6 +43,14 @@ class InTurns(RLTrainer):
     def turn(self, way: str, following: str) -> None:
         """Change to the way of an iteration that begins; `following` is that of the next one."""
         raise NotImplementedError
+
+    def resume(self) -> None:
+        """Leave the checkpoints of a run in this folder where they are."""
+
+    def leave(self, *, cursor: dict | None = None) -> None:
+        self.preemption.hold()
+        self.record.stopped = f"SIGTERM: iteration {self.state.step}, nothing saved"
+        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; nothing is saved")
 
     def _iterate(self) -> dict[str, float] | None:
         step, count = self.state.step, len(self.ways)

@@ -141,7 +141,7 @@ class BaseTrainer:
             gc.enable()
             try:
                 with self.watchdog.operation("resume", timeout_s=SLOW_S):
-                    self.state.resume()
+                    self.resume()
                 self.record.resumed(self.state.step)
                 found = self.loop()
             except BaseException:
@@ -175,6 +175,10 @@ class BaseTrainer:
     def loop(self) -> dict[str, float]:
         """Run the iterations that are left; return the last metrics."""
         raise NotImplementedError
+
+    def resume(self) -> None:
+        """Resume from an earlier checkpoint, as `run.resume` says; see `Progress.resume`."""
+        self.state.resume()
 
     def close(self, *, failed: bool = False) -> None:
         """Free what `build` has started.
