@@ -24,8 +24,10 @@ from tests.distributed.rollout_engines import (
 from tests.one_rank import ONE_RANK
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout import vllm_cpu
-from verl_megatron.rollout.sampling import Request, Sampling
+from verl_megatron.rollout.sampling import Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
+from verl_megatron.rollout.vllm_decoding.bookkeeping import replaced
+from verl_megatron.rollout.vllm_decoding.requests import sampling_params
 from verl_megatron.rollout.vllm_weights import loading
 
 
@@ -67,6 +69,57 @@ def check_logprobs(actor, samples):
     torch.testing.assert_close(
         torch.tensor(sample.logprobs), hf_logprobs(model, sample, temperature=1.0), rtol=0, atol=1e-4
     )  # greedy: nothing is scaled
+
+
+def check_bookkeeping(actor):
+    """Tokens, log-probs and every step are those of vLLM's own loop, also where a cache block is full."""
+    scheduler, steps = actor._llm.llm_engine.engine_core.engine_core.scheduler, []
+
+    def schedule(*args):
+        found = type(scheduler).schedule(scheduler, *args)
+        cached = found.scheduled_cached_reqs
+        blocks = [ids and [len(group) for group in ids] for ids in cached.new_block_ids]
+        steps.append(
+            (
+                [*found.num_scheduled_tokens.values()],
+                cached.num_computed_tokens,
+                cached.num_output_tokens,
+                blocks,
+            )
+        )
+        return found
+
+    def bare(requests, sampling):
+        params = [
+            sampling_params(sampling, seed=request.seed, max_tokens=sampling.max_tokens)
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
+        with actor._guarded():
+            outputs = [output.outputs[0] for output in actor._llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            (output.token_ids, list(output.logprobs.logprobs), output.finish_reason) for output in outputs
+        ]
+
+    stop = actor._llm.get_tokenizer().decode([140]) if actor.has_tokenizer else ()
+    requests = [Request(i, PROMPTS[3][: 60 + 5 * i], sample_seed(5, 1, i)) for i in range(8)]
+    with replaced(scheduler, "schedule", schedule):
+        for changes in (
+            dict(ignore_eos=True),
+            dict(temperature=2.0),
+            *([dict(stop=(stop,))] if stop else ()),
+        ):
+            sampling = Sampling(max_tokens=100, **changes)
+            actor.reset_cache()
+            samples = actor.generate(requests, sampling)
+            found, steps[:] = steps[:], []
+            actor.reset_cache()
+            assert [(sample.token_ids, sample.logprobs, sample.finish_reason) for sample in samples] == bare(
+                requests, sampling
+            )
+            assert found == steps and len(steps) > 20
+            assert any(any(blocks) for *_, blocks in steps) and not all(any(blocks) for *_, blocks in steps)
+            steps.clear()
 
 
 def check_ends(actor, samples):
@@ -275,8 +328,10 @@ def alone():
     check_converted(samples)
     fresh = actor_of("b")
     check_write_in_place(actor, fresh)
+    check_bookkeeping(actor)
     actor.close()
     check_text(fresh)
+    check_bookkeeping(fresh)
     fresh.close()
     check_weights_need_their_patch()
     check_tied()

@@ -10,6 +10,7 @@ from torch.profiler import profile
 
 from parallel import device
 from verl_megatron.observe.profiling import described, make_profiler
+from verl_megatron.rollout.vllm_decoding.bookkeeping import replaced
 
 SETTLED = 8  # steps of decoding before the first one that counts
 TIMED, PROFILED = 32, 16  # steps that are timed by part, and then profiled
@@ -78,14 +79,10 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _timed_parts(self) -> Iterator[None]:
-        calls = self._calls()
-        for part, (owner, method) in calls.items():
-            setattr(owner, method, self._timed(part, getattr(owner, method)))
-        try:
+        with contextlib.ExitStack() as stack:
+            for part, (owner, method) in self._calls().items():
+                stack.enter_context(replaced(owner, method, self._timed(part, getattr(owner, method))))
             yield
-        finally:
-            for owner, method in calls.values():
-                delattr(owner, method)  # the class's method is seen again
 
     def _timed(self, part: str, call: Callable) -> Callable:
         def timed(*arguments: Any, **options: Any) -> Any:

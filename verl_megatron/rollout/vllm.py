@@ -24,7 +24,8 @@ from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, no_larger_than_needed
 from verl_megatron.rollout.vllm_decoding import drafts
-from verl_megatron.rollout.vllm_decoding.requests import generation_of, partial_output, sampling_params
+from verl_megatron.rollout.vllm_decoding.bookkeeping import Bookkeeping
+from verl_megatron.rollout.vllm_decoding.requests import sampling_params
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
@@ -132,6 +133,7 @@ class VLLMActor:
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
         self._gauge = CacheGauge(self._llm, required=self.config.dynamic_batching)
+        self._books = Bookkeeping(self._llm.llm_engine)
         self.admission = Admission(
             cache_of(self._llm), limit=self.config.max_num_seqs, adaptive=self.config.dynamic_batching
         )
@@ -228,7 +230,7 @@ class VLLMActor:
     def session(self) -> Iterator[None]:
         """Context required for `submit`, `step` and `abort`; see `RolloutEngine`."""
         assert not self._asleep, f"vLLM sleeps: wake {sorted(self._asleep)} first"
-        with self._guarded():
+        with self._guarded(), self._books.in_use():
             try:
                 yield
             finally:
@@ -245,6 +247,7 @@ class VLLMActor:
         self._llm.llm_engine.add_request(str(request.sample_id), prompt, params)
         self._running[request.sample_id] = request
         self._gauge.add(request.sample_id)
+        self._books.add(request.sample_id, has_stop=bool(request.sampling.stop))
 
     def step(self) -> list[Generation]:
         """Decode a token or more of every running request; return the requests that finished."""
@@ -256,29 +259,30 @@ class VLLMActor:
 
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
-        outputs = [
-            partial_output(self._llm.llm_engine.output_processor, str(sample_id)) for sample_id in request_ids
+        generations = [
+            self._books.tokens(sample_id).generation(self._running[sample_id], "abort")
+            for sample_id in request_ids
         ]
-        generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
-        self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
+        self._drop(request_ids)
         return generations
 
     def num_generated(self, request_id: int) -> int:
         """Return the tokens that a running request has generated so far."""
-        output = partial_output(self._llm.llm_engine.output_processor, str(request_id))
-        return len(output.outputs[0].token_ids)
+        return len(self._books.tokens(request_id).token_ids)
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
         for sample_id in request_ids:
             del self._running[sample_id]
             self._gauge.remove(sample_id)
+            self._books.remove(sample_id)
 
     def _finished(self, output) -> Generation:
         request = self._running.pop(int(output.request_id))
         self._gauge.remove(request.sample_id)
-        generation = generation_of(request, output)
-        if not isinstance(output.outputs[0].stop_reason, str) or self.config.speculative == "off":
+        tokens, (completion,) = self._books.remove(request.sample_id), output.outputs
+        generation = tokens.generation(request, completion.finish_reason, count=len(completion.token_ids))
+        if not isinstance(completion.stop_reason, str) or self.config.speculative == "off":
             return generation
         return drafts.without_rest(
             generation,

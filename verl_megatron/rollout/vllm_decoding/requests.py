@@ -1,5 +1,6 @@
 """What goes into vLLM for a sample, and what comes out: sampling parameters, and the tokens so far."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_megatron.rollout.sampling import Generation, Request, Sampling
@@ -32,25 +33,21 @@ def internal_id(processor: Any, request_id: str) -> str:
     return getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
 
 
-def partial_output(processor: Any, request_id: str) -> Any:
-    """Return the output of a running request so far."""
-    from vllm.v1.engine import FinishReason
+@dataclass(slots=True)
+class Tokens:
+    """What a request has generated so far."""
 
-    state = processor.request_states[internal_id(processor, request_id)]
-    return state.make_request_output(
-        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
-    )
+    has_stop: bool  # vLLM looks for its stop strings after every step
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
-
-def generation_of(request: Request, output: Any) -> Generation:
-    """Return the sample of a request that has ended, from vLLM's output."""
-    completion = output.outputs[0]
-    logprobs = list(completion.logprobs.logprobs)
-    assert len(logprobs) == len(completion.token_ids)
-    return Generation(
-        request.sample_id,
-        request.prompt_token_ids,
-        list(completion.token_ids),
-        logprobs,
-        completion.finish_reason,
-    )
+    def generation(self, request: Request, finish_reason: str, *, count: int | None = None) -> Generation:
+        """Return the sample of a request that has ended, of its first `count` tokens; None: of all."""
+        assert len(self.logprobs) == len(self.token_ids)
+        return Generation(
+            request.sample_id,
+            request.prompt_token_ids,
+            self.token_ids[:count],
+            self.logprobs[:count],
+            finish_reason,
+        )
