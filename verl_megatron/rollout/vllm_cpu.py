@@ -59,7 +59,7 @@ def _constrain_drafts():
 
 
 def _tolerate_numba():
-    with contextlib.suppress(ModuleNotFoundError):  # older versions have no such module
+    with contextlib.suppress(ImportError):  # older versions have no such module
         from vllm.triton_utils import dispatcher
 
         namespaces: Any = dispatcher
