@@ -62,7 +62,10 @@ def test_the_parts_of_a_step_are_all_of_it(tmp_path):
     write_hf(tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     lengths = ["--rows", 8, "--prompt", 6, "--response", 64, "--repetitions", 1]
     output = run_world("tools/bench/rollout.py", 1, "--hf", tmp_path / "model", *lengths, "--profile")
-    parts = dict(re.findall(r"(?:: |, )([a-zA-Z ]+) (-?[0-9.]+)", re.search("milliseconds.*", output)[0]))
-    *parts, whole = map(float, parts.values())
-    assert len(parts) == 7 and min(parts) >= 0 and sum(parts) == pytest.approx(whole, abs=0.05) and whole > 0
+    ways = re.findall(r"^(bare vLLM|as a run) +([-0-9. ]+)$", output, re.MULTILINE)
+    assert [name for name, _ in ways] == ["bare vLLM", "as a run"]
+    for _, row in ways:
+        *parts, whole = map(float, row.split())
+        assert len(parts) == 7 and min(parts) >= 0 and whole > 0
+        assert sum(parts) == pytest.approx(whole, abs=0.05)
     assert "aten::" in output  # operators of the profiled steps

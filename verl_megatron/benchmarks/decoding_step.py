@@ -20,7 +20,7 @@ WAIT, REST = "wait for the GPU", "the rest"
 class StepProfile:
     """Times some decoding steps by part, and profiles the next ones.
 
-    Pass `on_step` to `generate`. Profiling slows steps down, so no step is both timed and profiled.
+    Generate in the context of `watching`. Profiling slows steps down, so no step is both timed and profiled.
 
     Args:
         engine: vLLM's LLMEngine of this process.
@@ -39,8 +39,20 @@ class StepProfile:
         """Return the number of steps that a profile needs."""
         return prefill_steps + SETTLED + TIMED + PROFILED + 1
 
-    def on_step(self) -> None:
-        """Begin or end the timed or the profiled steps; called before every step."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which the engine's steps count."""
+        step = self._engine.step
+
+        def counted() -> Any:
+            self._before_step()
+            return step()
+
+        with replaced(self._engine, "step", counted):
+            yield
+
+    def _before_step(self) -> None:
+        """Begin or end the timed or the profiled steps."""
         if self._steps == self._first:
             self._open.enter_context(self._timed_parts())
             self._began = time.perf_counter()

@@ -8,7 +8,8 @@ Weights are random and every response ends at its given length. With --mixed, pr
 length, and responses between 1/8 and all of what remains. Random text has nothing to draft from: --repeat 0.9
 writes weights whose text goes on in a circle, each token with this probability.
 
---profile tells where the time of a decoding step goes on the first rank: in vLLM's process, and on the GPU.
+--profile tells where the time of a decoding step goes on the first rank: in vLLM's process both ways, and on the
+GPU.
 """
 
 import argparse
@@ -101,11 +102,14 @@ def bare(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+WAYS = {"bare vLLM": bare, "as a run": as_a_run}
+
+
 def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repetitions: int) -> list[Row]:
     """Measure both alternately, after one warm-up round."""
-    ways, found = {"bare vLLM": bare, "as a run": as_a_run}, {}
+    found = {}
     for repetition in range(repetitions + 1):
-        for name, generate in ways.items():
+        for name, generate in WAYS.items():
             actor.reset_cache()
             dist.barrier()
             start = time.perf_counter()
@@ -185,12 +189,18 @@ def prefill_steps(options: argparse.Namespace) -> int:
 def profile(
     actor: VLLMActor, requests: list[Request], sampling: Sampling, options: argparse.Namespace
 ) -> None:
-    """Print where the time of a decoding step goes on the first rank."""
-    actor.reset_cache()
-    found = StepProfile(actor._llm.llm_engine, prefill_steps=prefill_steps(options))
-    actor.generate(requests, sampling, on_step=found.on_step)
-    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in found.milliseconds().items())
-    say(f"milliseconds on the first rank: {parts}\n{found.kernels()}")
+    """Print where the time of a decoding step goes on the first rank: both ways by part, a run's kernels."""
+    kernels, rows = "", []
+    for name, generate in WAYS.items():
+        actor.reset_cache()
+        found = StepProfile(actor._llm.llm_engine, prefill_steps=prefill_steps(options))
+        with found.watching():
+            generate(actor, requests, sampling)
+        parts, kernels = found.milliseconds(), found.kernels()
+        rows.append(f"{name:12}" + "".join(f"{ms:>{max(len(part), 6) + 2}.2f}" for part, ms in parts.items()))
+    say("milliseconds of a step on the first rank")
+    say(f"{'':12}" + "".join(f"{part:>{max(len(part), 6) + 2}}" for part in parts))
+    say("\n".join([*rows, kernels]))
 
 
 def main() -> None:
