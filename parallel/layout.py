@@ -13,7 +13,8 @@ from parallel.runtime.refusal import counted, short_repr
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 _COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")
-_RANKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_PARTS = re.compile(rf"({_COMPACT.pattern}|sp|\s)+")
+_RANKS = re.compile(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,10 @@ class Layout:
         Raises:
             ValueError: an unknown part, a part named twice, or sizes that do not divide the number of ranks.
         """
-        compact = text.replace(" ", "").lower()
-        sequence_parallel = "sp" in compact
-        body = compact.replace("sp", "", 1)
-        parts = _COMPACT.findall(body)
-        names = [name for name, _ in parts]
-        is_read = "".join(name + size for name, size in parts) == body and len(set(names)) == len(names)
-        if not compact or not is_read:
+        compact = text.lower()
+        parts = _COMPACT.findall(compact)
+        names = [name for name, _ in parts] + ["sp"] * compact.count("sp")
+        if not names or not _PARTS.fullmatch(compact) or len(set(names)) < len(names):
             raise ValueError(
                 f"layout {short_repr(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or "
                 "tp2pp4vpp2"
@@ -93,7 +91,7 @@ class Layout:
         sizes.setdefault("dp", len(ranks) // model)
         return cls(
             **sizes,
-            sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1,
+            sequence_parallel="sp" in names and sizes.get("tp", 1) > 1,
             stage_layers=tuple(stage_layers),
             ranks=tuple(ranks),
         )
@@ -191,7 +189,7 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
     if not text:
         return tuple(range(world_size))
     ranks: list[int] = []
-    for part in text.replace("cuda:", "").replace(" ", "").split(","):
+    for part in text.replace("cuda:", "").split(","):
         match = _RANKS.fullmatch(part)
         if not match:
             raise ValueError(

@@ -78,6 +78,9 @@ def test_parts_in_any_order():
         ("tp", 4, "not understood"),
         ("", 4, "not understood"),
         (" ", 4, "not understood"),
+        ("tp1 6", 16, "not understood"),
+        ("tpsp2", 4, "not understood"),
+        ("spsp", 4, "not understood"),
         ("tp0", 4, "size of 0"),
         ("tp2vpp2", 2, "one pipeline stage"),
     ],
@@ -113,13 +116,20 @@ def test_uneven_stages():
 
 @pytest.mark.parametrize(
     ("text", "ranks"),
-    [("", (0, 1, 2, 3)), ("1", (1,)), ("0-2", (0, 1, 2)), ("cuda:0-1, 3", (0, 1, 3)), ("1,3", (1, 3))],
+    [
+        ("", (0, 1, 2, 3)),
+        ("1", (1,)),
+        ("0-2", (0, 1, 2)),
+        ("cuda:0-1, 3", (0, 1, 3)),
+        ("1,3", (1, 3)),
+        (" 0 - 2 ,3", (0, 1, 2, 3)),
+    ],
 )
 def test_devices(text, ranks):
     assert parse_devices(text, 4) == ranks
 
 
-@pytest.mark.parametrize("text", ["4", "0-4", "3,1", "1,1", "0-2,2", "a", "2-1", "-1", "0,"])
+@pytest.mark.parametrize("text", ["4", "0-4", "3,1", "1,1", "0-2,2", "a", "2-1", "-1", "0,", "0 1", "0-1 2"])
 def test_refused_devices(text):
     with pytest.raises(ValueError, match="devices"):
         parse_devices(text, 4)
