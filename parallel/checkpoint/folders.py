@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import device
-from parallel.checkpoint.sealed import SEAL, described, read_sealed, sealed
+from parallel.checkpoint.sealed import SEAL, described, read_sealed, sealed, torch_save
 from parallel.rank_set import RankSet
 
 MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = (
@@ -57,7 +56,7 @@ def together(action: str, ranks: RankSet) -> Iterator[None]:
     problem = None
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk with either
+    except (OSError, RuntimeError) as error:  # `set_rng_state` raises the latter
         problem = str(error)
     for rank, found in zip(ranks.ranks, ranks.all_gather_object(problem)):
         if found is not None:
@@ -104,7 +103,7 @@ def save(
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
         with together(action, ranks):
             with (scratch / f"rank_{ranks.rank}.pt").open("wb") as file:
-                torch.save(rank_state, file)
+                torch_save(rank_state, file)
         files = _describe_files(scratch, action, ranks)
         with together(action, ranks):
             if is_first:
@@ -220,7 +219,8 @@ def attach(path: Path, name: str, rank_state: dict, ranks: RankSet) -> None:
     with together(action, ranks):
         file = path / f"{name}_{ranks.rank}.pt"
         file.with_suffix(PARTIAL).unlink(missing_ok=True)
-        torch.save(rank_state, file.with_suffix(PARTIAL))
+        with file.with_suffix(PARTIAL).open("wb") as partial:
+            torch_save(rank_state, partial)
         written = {file.name: _describe_file(file.with_suffix(PARTIAL))}
     parts = ranks.all_gather_object(written)
     files = {name: description for part in parts for name, description in part.items()}

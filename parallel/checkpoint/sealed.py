@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -154,6 +155,18 @@ def files_problem(files: object) -> str | None:
         ):
             return f"it tells no size and SHA-256 of {shortened(name)!r}"
     return None
+
+
+def torch_save(content: object, file: IO[bytes]) -> None:
+    """Write to an open file by `torch.save`.
+
+    Raises:
+        OSError: the file cannot be written; torch itself says only at which position.
+    """
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def load_tensors(path: Path) -> dict:

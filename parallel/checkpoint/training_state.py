@@ -38,7 +38,7 @@ from parallel.checkpoint.optimizer_shards import (
     optimizer_shards,
     optimizer_step,
 )
-from parallel.checkpoint.sealed import shortened
+from parallel.checkpoint.sealed import shortened, torch_save
 from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet
 
@@ -201,7 +201,7 @@ class _Writer(FileSystemWriter):
         with (Path(self.path) / name).open("wb") as file:
             for item in items:
                 begin = file.tell()
-                torch.save(_alone(cast(Tensor, planner.resolve_data(item))), file)
+                torch_save(_alone(cast(Tensor, planner.resolve_data(item))), file)
                 length = file.tell() - begin
                 results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
         return results
@@ -210,7 +210,8 @@ class _Writer(FileSystemWriter):
         """Finish on the first rank after all have written; its error reaches every rank, as theirs do."""
         super().finish(metadata, results)
         # Megatron-Core's own `load` looks for these two files first
-        torch.save({}, Path(self.path) / "common.pt")
+        with (Path(self.path) / "common.pt").open("wb") as file:
+            torch_save({}, file)
         (Path(self.path) / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )

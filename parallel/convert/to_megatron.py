@@ -19,6 +19,7 @@ import torch
 from torch.utils.serialization import config
 
 from parallel.checkpoint.metadata import write_metadata
+from parallel.checkpoint.sealed import torch_save
 from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import DigestedFile, Journal
 from parallel.convert.keys import GlobalTensor, Spec, extra_states, global_tensors
@@ -89,7 +90,8 @@ def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_byte
         write_metadata(
             release, {key: (dtypes[key], tensor.full_shape) for key, tensor in tensors.items()}, entries
         )
-        torch.save(common_state(folder.arch, folder.head, dtypes), release / "common.pt")
+        with (release / "common.pt").open("wb") as file:
+            torch_save(common_state(folder.arch, folder.head, dtypes), file)
         (release / CONFIG).write_text(
             json.dumps(
                 {
@@ -113,7 +115,7 @@ def write_distcp(job: DistcpJob, report: Callable[[int], object]) -> dict[str, A
         start = file.position
         # torch.load checks no CRC, and computing them takes longer than writing
         with config.patch("save.compute_crc32", False):  # pyright: ignore[reportAttributeAccessIssue]
-            torch.save(content, cast(IO[bytes], file))
+            torch_save(content, cast(IO[bytes], file))
         entries.append(
             {
                 "key": key,

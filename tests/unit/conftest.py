@@ -1,6 +1,7 @@
 """Fixtures of several files."""
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def pictures(tmp_path) -> Path:
 def mcore(converted, tmp_path) -> Path:
     """A copy of that checkpoint to damage."""
     return shutil.copytree(converted / "mcore", tmp_path / "mcore")
+
+
+@pytest.fixture
+def small_files():
+    """No file takes more than 100 kB, as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

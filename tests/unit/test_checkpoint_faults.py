@@ -9,7 +9,7 @@ import torch
 
 from parallel.checkpoint import resume
 from parallel.checkpoint import training_state as checkpoint
-from parallel.checkpoint.folders import MANIFEST, CheckpointError
+from parallel.checkpoint.folders import MANIFEST, CheckpointError, attach
 from tests.one_rank import ONE_RANK, world_of_one
 from tests.saved import MODELS, save
 
@@ -149,6 +149,15 @@ def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
     assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[1]["step"] == 1
+
+
+def test_a_disk_that_fills_up_inside_a_tensor_is_named(tmp_path, world, small_files):
+    """Behind what torch has written by then."""
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not written .*File too large"):
+        save(tmp_path, 2, own={"tensor": torch.zeros(100_000)})
+    with pytest.raises(CheckpointError, match=r"extra were not added to .*File too large"):
+        attach(tmp_path / "step_1", "extra", {"tensor": torch.zeros(100_000)}, ONE_RANK)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):

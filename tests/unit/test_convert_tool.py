@@ -163,6 +163,14 @@ def test_exit_status_and_one_line_errors(tmp_path, capsys):
     assert end.value.code == 2 and len(error.splitlines()) == 1 and "model.safetensors is truncated" in error
 
 
+@pytest.mark.parametrize(("command", "source"), [("hf-to-mcore", "hf"), ("mcore-to-hf", "mcore")])
+def test_a_disk_that_fills_up_is_one_error(converted, tmp_path, capsys, small_files, command, source):
+    with pytest.raises(SystemExit) as end:
+        convert.run([command, str(converted / source), str(tmp_path / "target"), "--workers", "1"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and len(error.splitlines()) == 1 and "File too large" in error
+
+
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo])
 def test_a_target_that_is_there_is_refused_before_the_work(tmp_path, make):
     make(tmp_path / "target")
