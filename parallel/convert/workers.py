@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,9 @@ def run_jobs(
     """Yield the results of `function(job, report)` as they complete.
 
     `report(bytes)` advances the progress bar of a terminal. An exception in a job ends the others.
+
+    Raises:
+        ValueError: a process of the pool was killed.
     """
     # None: it is disabled where there is no terminal
     with tqdm(
@@ -78,6 +82,11 @@ def run_jobs(
                     bar.update(counter.value - bar.n)
                     for future in done:
                         yield future.result()
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"a process of {title} was killed; the host may be out of memory (dmesg says so): start "
+                    "again with fewer --workers"
+                ) from None
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 

@@ -16,7 +16,7 @@ from parallel.convert import to_megatron
 from parallel.convert.compare import differences
 from parallel.convert.staging import staged
 from parallel.convert.to_hugging_face import CheckpointArguments
-from parallel.convert.workers import Budget
+from parallel.convert.workers import Budget, run_jobs
 from tests.processes import all_ended
 from tests.tiny import write_hf
 from tests.worlds import ROOT
@@ -169,6 +169,15 @@ def test_a_disk_that_fills_up_is_one_error(converted, tmp_path, capsys, small_fi
         convert.run([command, str(converted / source), str(tmp_path / "target"), "--workers", "1"])
     error = capsys.readouterr().err
     assert end.value.code == 2 and len(error.splitlines()) == 1 and "File too large" in error
+
+
+def killed(job: int, report) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_of_a_pool_is_one_error():
+    with pytest.raises(ValueError, match="a process of verify was killed; .* with fewer --workers"):
+        list(run_jobs(killed, [1, 2], workers=2, total_bytes=2, title="verify"))
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo])
