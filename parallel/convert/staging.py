@@ -37,11 +37,14 @@ def staged(target: Path) -> Iterator[Path]:
     After an error or a kill it stays, and the next run continues with it.
 
     Raises:
-        ValueError: `target` is there, and is no empty folder.
+        ValueError: `target` is there, and is no empty folder, or one that cannot be replaced.
     """
     target = Path(target).absolute()
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists already; remove it or name another folder")
+    target = target.resolve()  # a link stays, and the work is on the disk of its folder
+    if os.path.ismount(target):
+        raise ValueError(f"{target} is a mount point, which cannot be replaced; name a folder in it")
     scratch = target.with_name(target.name + ".partial")
     yield scratch
     os.replace(scratch, target)

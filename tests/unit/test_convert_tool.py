@@ -180,6 +180,21 @@ def test_a_killed_process_of_a_pool_is_one_error():
         list(run_jobs(killed, [1, 2], workers=2, total_bytes=2, title="verify"))
 
 
+def test_a_link_to_an_empty_folder_stays_and_a_mount_point_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with staged(tmp_path / "link") as scratch:
+        assert scratch == tmp_path / "disk.partial"
+        scratch.mkdir()
+        (scratch / "file").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk/file").is_file()
+    (tmp_path / "disk/file").unlink()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ValueError, match="disk is a mount point, which cannot be replaced; name a folder in"):
+        with staged(tmp_path / "link"):
+            pytest.fail("the work began")
+
+
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo])
 def test_a_target_that_is_there_is_refused_before_the_work(tmp_path, make):
     make(tmp_path / "target")
