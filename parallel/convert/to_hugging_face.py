@@ -50,7 +50,8 @@ def convert(
         file_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: the source is not a complete checkpoint of a supported model, or `target` is in use.
+        ValueError: the source is not a complete checkpoint of a supported model, a number does not fit
+            `dtype`, or `target` is in use.
     """
     checkpoint = MegatronCheckpoint(source.path, source.template, skip_extra=source.skip_extra)
     sizes = {
@@ -124,6 +125,10 @@ def _parts(
     for name in job.names:
         for _, part in slabs(checkpoint, name, job.budget):
             converted = part.to(job.dtype or part.dtype)
+            if converted is not part and converted.isinf().sum() > part.isinf().sum():
+                raise ValueError(
+                    f"{name} in {checkpoint.path} holds numbers beyond {job.dtype}; choose another --dtype"
+                )
             yield converted
             report(converted.nbytes)
 

@@ -57,6 +57,17 @@ def test_several_files_dtypes_tokenizer_and_transformers(converted, tmp_path):
     )
 
 
+def test_numbers_beyond_the_dtype_are_refused(converted, tmp_path):
+    carry_files(converted / "hf", tmp_path / "hf")
+    name, weights = "model.norm.weight", tensors_of(converted / "hf")
+    save_file(weights | {name: torch.full_like(weights[name], 1e6)}, tmp_path / "hf" / "model.safetensors")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    with pytest.raises(ValueError, match=f"{name} in .* beyond torch.float16; choose another --dtype"):
+        to_hf(tmp_path / "mcore", tmp_path / "half", dtype=torch.float16)
+    to_hf(tmp_path / "mcore", tmp_path / "single", dtype=torch.float32)
+    assert tensors_of(tmp_path / "single")[name].eq(torch.tensor(1e6).bfloat16()).all()
+
+
 def test_torch_reads_every_chunk_and_padding_is_zero(converted):
     """The files are read as torch.distributed.checkpoint does it, chunk by chunk with torch.load."""
     folder = converted / "mcore" / "release"
