@@ -15,6 +15,7 @@ from torch import Tensor
 from parallel.weights.architecture import read_config
 from parallel.weights.files import INDEX
 
+PARTIAL = ".partial"  # end of the name of a file that is not complete
 # Files of a model other than its weights and config.json.
 COMPANIONS = (
     *(
@@ -54,9 +55,14 @@ def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> No
 def carry_files(
     source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy a model's files other than weights; config.json (or `config`) comes last."""
+    """Copy a model's files other than weights; config.json (or `config`) comes last.
+
+    Files that killed writers of the folder have left are removed.
+    """
     source, target = Path(source_folder), Path(target_folder)
     target.mkdir(parents=True, exist_ok=True)
+    for left in target.glob(f".*{PARTIAL}"):
+        left.unlink()
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
         if path.resolve() != (target / path.name).resolve():
             with _complete(target / path.name) as partial:
@@ -100,7 +106,7 @@ def deal_into_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]
 @contextmanager
 def _complete(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which is renamed to `path` at the end or removed after an error."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         yield partial
         os.replace(partial, path)

@@ -84,6 +84,16 @@ def test_an_export_that_ends_early_leaves_nothing_to_load(tmp_path, world, monke
         assert named[-1] == "config.json" and len(named) < fails_at
 
 
+def test_an_export_leaves_no_file_of_a_killed_one(tmp_path, world):
+    write_hf(tmp_path / "hf", "qwen3")
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor/.model-00001-of-00002.safetensors.12.partial").touch()
+    export(tmp_path / "hf", tmp_path / "actor")
+    assert {path.name for path in (tmp_path / "actor").iterdir()} == {
+        path.name for path in (tmp_path / "hf").iterdir()
+    }
+
+
 @pytest.mark.parametrize("said", [{"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "float32"}])
 def test_an_engine_says_one_dtype(tmp_path, monkeypatch, said):
     """Whichever keys its template has for it."""
