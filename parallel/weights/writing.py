@@ -80,7 +80,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object as JSON atomically: the file appears under its name only when complete."""
     with _complete(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(content, indent=2) + "\n")  # ASCII: half a surrogate is no UTF-8
 
 
 def deal_into_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

@@ -94,6 +94,14 @@ def test_an_export_leaves_no_file_of_a_killed_one(tmp_path, world):
     }
 
 
+def test_names_in_a_configuration_are_copied_whatever_their_letters(tmp_path, world):
+    write_hf(tmp_path / "hf", "qwen3")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"_name_or_path": "\u00e9\ud800"}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    export(tmp_path / "hf", tmp_path / "actor")
+    assert json.loads((tmp_path / "actor/config.json").read_text()) == config
+
+
 @pytest.mark.parametrize("said", [{"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "float32"}])
 def test_an_engine_says_one_dtype(tmp_path, monkeypatch, said):
     """Whichever keys its template has for it."""
