@@ -18,6 +18,7 @@ from parallel.checkpoint.sealed import read_json, shortened
 from parallel.convert import chunk
 from parallel.convert.keys import LAYER, VOCAB_KEYS, GlobalTensor, global_tensors, rows_by_name
 from parallel.convert.open_files import OpenFiles
+from parallel.reshard.rectangles import uncovered
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
 
@@ -145,7 +146,6 @@ class MegatronCheckpoint:
 
     def _fill(self, key: str, layer: int, first: int, out: Tensor) -> None:
         """Fill rows of one layer of a global tensor, from `first` on."""
-        filled = 0
         for stored in self.chunks[key]:
             top, bottom = max(first, stored.rows[0]), min(first + len(out), stored.rows[1])
             if not (stored.layers[0] <= layer < stored.layers[1] and top < bottom):
@@ -163,12 +163,6 @@ class MegatronCheckpoint:
                 part = torch.empty(bottom - top, width, dtype=out.dtype)
                 self._files.read_into(stored.file, at, part)
                 target[:, slice(*stored.cols)] = part
-            filled += (bottom - top) * width
-        if filled != out.numel():
-            raise ValueError(
-                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer "
-                f"{layer} open; save the checkpoint again"
-            )
 
     def _locate(self, stored: StoredChunk, dtype: torch.dtype) -> chunk.ChunkData:
         where = stored.file, stored.start
@@ -268,7 +262,7 @@ class MegatronCheckpoint:
             )
 
     def _check(self, table) -> None:
-        """Check that the chunks cover the model and that every chunk's file is long enough."""
+        """Check that the chunks cover the model once and that every chunk's file is long enough."""
         for key, tensor in self.tensors.items():
             boxes = self.chunks.get(key, [])
             needed = tensor.layers * tensor.needed_rows * tensor.cols
@@ -283,6 +277,15 @@ class MegatronCheckpoint:
                     f"{key} in {self.path} has {stored_elements} of the model's {needed} elements; the"
                     " checkpoint is incomplete or of another model"
                 )
+            for layer in range(tensor.layers):
+                rects = tuple((*b.rows, *b.cols) for b in boxes if b.layers[0] <= layer < b.layers[1])
+                whole = (0, max((rect[1] for rect in rects), default=tensor.rows), 0, tensor.cols)
+                left = uncovered(whole, rects)
+                if left is None or any(rect[0] < tensor.needed_rows for rect in left):
+                    raise ValueError(
+                        f"chunks of {key} in {self.path} overlap or leave rows of layer {layer} open; save "
+                        "the checkpoint again"
+                    )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
