@@ -219,6 +219,13 @@ def test_a_folder_that_cannot_be_had_is_one_error(server, faults, message):
         fetch_models(config)
 
 
+@pytest.mark.parametrize("weight_map", [{}, [1], None, {"a": 1}, {"a": ["x"]}, {"a": "../x.safetensors"}])
+def test_an_index_that_is_none_is_refused(server, model, weight_map):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="index.json is no index of safetensors files"):
+        local_folder(server.url)
+
+
 def test_a_server_that_is_not_there_leaves_what_is_complete(model):
     with serving(model) as served:
         url, folder = served.url, local_folder(served.url)

@@ -146,11 +146,9 @@ def _expect_weights(source: Source, folder: Path, before: Known) -> Known:
             _keep_small(source, folder, name, present[name], before)
     names = [SINGLE]
     if SINGLE not in present and INDEX in present:
-        weight_map = parse_object((folder / INDEX).read_bytes()).get("weight_map")
-        named = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-        if not named or not all(is_file_name(name, ".safetensors") for name in named):
+        names = _named_files(folder / INDEX)
+        if not names:
             raise ValueError(f"{shown(source.url)}/{INDEX} is no index of safetensors files")
-        names = named
         present |= _look(source, names)
     if missing := [name for name in names if name not in present]:
         raise ValueError(
@@ -163,6 +161,15 @@ def _expect_weights(source: Source, folder: Path, before: Known) -> Known:
     for name in names:
         _expect(source, folder / name, present[name], before.get(name), sha256=digests.get(name, ""))
     return present
+
+
+def _named_files(index: Path) -> list[str]:
+    """Return the files that an index names; none if it is no index."""
+    try:
+        names = sorted(set(parse_object(index.read_bytes())["weight_map"].values()))
+        return names if all(is_file_name(name, ".safetensors") for name in names) else []
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return []
 
 
 def _expect(
