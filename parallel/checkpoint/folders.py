@@ -159,7 +159,7 @@ def _describe_files(scratch: Path, action: str, ranks: RankSet) -> dict[str, dic
 
 
 def _describe_file(path: Path) -> dict:
-    _sync(path)
+    sync(path)
     return described(path)
 
 
@@ -187,7 +187,7 @@ def _name(scratch: Path, path: Path, manifest: str) -> None:
     """Write the manifest and rename the scratch folder, in an order that survives a power failure."""
     (scratch / MANIFEST).write_text(manifest)
     for written in (scratch / MANIFEST, *(part for part in scratch.rglob("*") if part.is_dir()), scratch):
-        _sync(written)
+        sync(written)
     if path.exists():
         shutil.rmtree(replaced := path.with_name(path.name + REPLACED), ignore_errors=True)
         os.replace(path, replaced)
@@ -195,10 +195,11 @@ def _name(scratch: Path, path: Path, manifest: str) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         os.replace(scratch, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return once what has been written to a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -248,7 +249,7 @@ def write_record(path: Path, name: str, record: dict) -> None:
         raise OSError(str(error)) from None
     scratch.unlink(missing_ok=True)
     scratch.write_text(text)
-    _sync(scratch)
+    sync(scratch)
     os.replace(scratch, path / f"{name}.json")
 
 

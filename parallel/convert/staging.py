@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from parallel.checkpoint.folders import sync
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import Head
 
@@ -47,6 +48,8 @@ def staged(target: Path) -> Iterator[Path]:
         raise ValueError(f"{target} is a mount point, which cannot be replaced; name a folder in it")
     scratch = target.with_name(target.name + ".partial")
     yield scratch
+    for written in (scratch, *scratch.rglob("*")):  # a power failure leaves no folder of empty files
+        sync(written)
     os.replace(scratch, target)
 
 

@@ -109,6 +109,8 @@ def _complete(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())  # a power failure leaves no empty file of this name
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

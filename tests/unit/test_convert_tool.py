@@ -17,6 +17,7 @@ from parallel.convert.compare import differences
 from parallel.convert.staging import staged
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget, run_jobs
+from parallel.weights.writing import write_json
 from tests.processes import all_ended
 from tests.tiny import write_hf
 from tests.worlds import ROOT
@@ -178,6 +179,21 @@ def killed(job: int, report) -> None:
 def test_a_killed_process_of_a_pool_is_one_error():
     with pytest.raises(ValueError, match="a process of verify was killed; .* with fewer --workers"):
         list(run_jobs(killed, [1, 2], workers=2, total_bytes=2, title="verify"))
+
+
+def test_files_are_on_the_disk_before_they_get_their_name(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr("os.fsync", lambda file: steps.append(Path(f"/proc/self/fd/{file}").readlink()))
+    rename = os.replace
+    monkeypatch.setattr("os.replace", lambda source, to: (steps.append(Path(to)), rename(source, to)))
+    with staged(tmp_path / "target") as scratch:
+        (scratch / "inner").mkdir(parents=True)
+        (scratch / "inner/weights").touch()
+        write_json(scratch / "config.json", {})
+        partial, config, *_ = steps
+        assert config == scratch / "config.json" and partial.name.endswith(".partial")
+    assert steps[-1] == tmp_path / "target"
+    assert {scratch, scratch / "inner", scratch / "inner/weights", config} <= set(steps[2:-1])
 
 
 def test_a_link_to_an_empty_folder_stays_and_a_mount_point_is_refused(tmp_path, monkeypatch):
