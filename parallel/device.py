@@ -5,11 +5,12 @@ it patches nothing. Each patch is one entry of `CPU_PATCHES`, and a test shows t
 without it.
 """
 
-import itertools
 import logging
 import mmap
 import os
+import secrets
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,8 +30,9 @@ from parallel.runtime.environment import BRIDGE, check_world
 
 # Ranks without a part in a phase may wait this long; the watchdog reports a stuck rank much earlier.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
+MEET_S = 0.1  # between two looks at whether all ranks have come
 _served: set[int] = set()  # ports of the stores that this process has started
-_worlds = itertools.count()  # numbers the worlds that this process joins
+_NAME = "verl_megatron"  # key of the shared store: name of the newest world
 _CPU_NAMES = {
     "cuda": "cpu",
     **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")},
@@ -94,8 +96,8 @@ def _shared_store(*, one_host: bool) -> dict:
     """Return arguments for `init_process_group` that use the launcher's store, or one that rank 0 starts.
 
     Keys get a prefix of this world alone. Without it a restarted gloo rank (torch 2.13) finds the addresses
-    of ranks that have ended, and cannot connect. The store is a process of its own: if a rank served it and
-    were stopped, the other ranks could not report which rank is missing.
+    of ranks that have ended, and cannot connect: torchrun keeps its store. A store that rank 0 starts is a
+    process of its own: if a rank served it and were stopped, the others could not report who is missing.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -108,12 +110,33 @@ def _shared_store(*, one_host: bool) -> dict:
             store.serve_apart(address, port, one_host=one_host)
             _served.add(port)
         shared = dist.TCPStore(store.LOCAL if one_host else address, port, world_size, is_master=False)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared.set_timeout(COLLECTIVE_TIMEOUT)
     return {
-        "store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}/{next(_worlds)}", shared),
+        "store": dist.PrefixStore(f"verl_megatron/{_meet(shared, rank, world_size)}", shared),
         "rank": rank,
         "world_size": world_size,
     }
+
+
+def _meet(shared: dist.Store, rank: int, world_size: int) -> str:
+    """Wait until all ranks are here, and return a name of their world, which no other has.
+
+    The store may hold the name of an earlier attempt. torchrun's count of attempts tells nothing: a host
+    counts only those that ended by ranks of its own.
+    """
+    if rank == 0:
+        name = secrets.token_hex(8)
+        shared.set(_NAME, name)
+        shared.wait([f"{name}/{other}" for other in range(1, world_size)])
+        shared.set(f"{name}/complete", "")
+        return name
+    while True:
+        name = shared.get(_NAME).decode()
+        is_new = shared.add(f"{name}/{rank}", 1) == 1  # else it is of an attempt that ended
+        while name == shared.get(_NAME).decode():
+            if is_new and shared.check([f"{name}/complete"]):
+                return name
+            time.sleep(MEET_S)
 
 
 def _is_on_one_host() -> bool:

@@ -80,9 +80,8 @@ class Watchdog:
             return
         self.ranks, self.rank = ranks, ranks.global_rank
         _numbers[ranks.ranks] += 1
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # a clone, because a waiting call blocks a client for other threads
-        store: Any = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}")
+        store: Any = ranks.store(f"watchdog/{_numbers[ranks.ranks]}")
         self._store = store.clone()  # a connection of its own
         self._main = threading.main_thread().ident or 0
         self._leaving = threading.Event()

@@ -1,13 +1,18 @@
-"""Each thing that is changed so that Megatron-Core runs on a CPU is needed: training fails without it."""
+"""How ranks meet; and each thing that is changed so that Megatron-Core runs on a CPU is needed."""
 
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.worlds import ROOT
+from parallel import device
+from tests.worlds import ROOT, run_world
 
 
 @pytest.mark.long
@@ -26,3 +31,27 @@ def test_every_cpu_patch_is_needed(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-8000:]
     assert "every patch is needed" in done.stdout
+
+
+def test_hosts_that_count_attempts_differently_meet(tmp_path):
+    """torchrun counts an attempt only on hosts where a rank of their own has failed."""
+    output = run_world("tests/distributed/restarted_worker.py", 2, tmp_path)
+    assert output.count("met") == 2, output
+
+
+@pytest.mark.parametrize("came", [(), (1,), (2,), (1, 2)])
+def test_ranks_do_not_take_an_earlier_attempt_for_theirs(came):
+    """A store still has the name of an attempt in which some ranks had come when it ended."""
+    shared: Any = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    shared.set(device._NAME, "earlier")
+    for rank in came:
+        shared.add(f"earlier/{rank}", 1)
+    if len(came) == 2:
+        shared.set("earlier/complete", "")
+    with ThreadPoolExecutor(3) as ranks:
+        others = [ranks.submit(device._meet, shared.clone(), rank, 3) for rank in (1, 2)]
+        time.sleep(3 * device.MEET_S)
+        assert not any(other.done() for other in others)
+        first = ranks.submit(device._meet, shared.clone(), 0, 3)
+        names = {each.result(10) for each in (first, *others)}
+    assert len(names) == 1 and "earlier" not in names
