@@ -39,3 +39,10 @@ def test_rollout(tmp_path):
         assert "all rollout checks passed" in run_world(
             "tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180
         )
+
+
+def test_ranks_of_a_replica_go_on_with_the_same_turn():
+    """The owner's answer is everybody's, and so is what is wrong with it; nobody waits."""
+    said = run_world("tests/distributed/turns_worker.py", 2)
+    assert "[7, 7, 7, 51, 51, 7, 7]" in said
+    assert said.count("continue_turn failed on sample 0: ") == 3, said

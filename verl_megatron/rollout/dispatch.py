@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
 # The sample so far → tokens to append after its turn, such as a tool's output; None: stop.
-ContinueTurn = Callable[[Generation], Sequence[int] | None]
+ContinueTurn = Callable[[Generation], Iterable[int] | None]
 
 _queue_number = itertools.count()  # the same on every rank: all construct their queues in the same order
 
@@ -191,7 +191,8 @@ class _Turns:
         answer: list[Any] = [None, None]
         if self._engine.is_owner:
             try:
-                answer[0] = self._continue_turn(generation)
+                given = self._continue_turn(generation)
+                answer[0] = None if given is None else list(map(int, given))
             except Exception as error:
                 if self._engine.tp_group is None:
                     raise
