@@ -7,6 +7,8 @@ import torch
 
 from parallel.bridge import BridgeLostError
 from tests.one_rank import ONE_RANK
+from tests.unit.test_curriculum import cursor_of
+from verl_megatron.data.order.curriculum import variance_weights
 from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.model_specs import ServingWorld
@@ -165,8 +167,8 @@ class FollowedFleet(Fleet):
         return super().admit_any()
 
 
-def sampler_of(fleet, staleness):
-    cursor = PromptCursor(num_prompts=7, seed=1)
+def sampler_of(fleet, staleness, cursor=None):
+    cursor = cursor or PromptCursor(num_prompts=7, seed=1)
     demand = Demand(draw=DRAW, cursor=cursor, max_staleness=staleness, last=LAST)
     return OrderedSampler(fleet, demand, keeps_all=True), TrainingPrompts([], cursor)
 
@@ -224,3 +226,39 @@ def test_a_checkpoint_between_collection_and_update_is_of_the_iteration_before(
         assert found["async/samples_trained"] == iteration * P
         fleet.published(iteration)
         sampler.published(iteration, is_sent=True)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_curriculum_draws_by_what_was_known_before_the_attached_samples(staleness):
+    """Scores of samples that are not trained on yet choose no prompts that were chosen without them."""
+    at = 3
+
+    def collected(fleet, sampler, source, iteration):
+        """One iteration up to its update; the scores of source "b" differ once."""
+        sampler.collect(source, DRAW, iteration=iteration, version=iteration - 1)
+        source.cursor.observe([[0.0, float(at_b and iteration == at + 1)] for at_b in source.cursor.recent])
+        source.cursor.weigh(variance_weights(source.cursor.sources))
+        return source.cursor.state_dict()
+
+    def published(fleet, sampler, iteration):
+        fleet.published(iteration)
+        sampler.published(iteration, is_sent=True)
+        return [order.cursor for link in fleet.links.values() for order in link.orders if order]
+
+    fleet = Fleet(1, deaths=0.0)
+    sampler, source = sampler_of(fleet, staleness, cursor_of(counts={"a": 40, "b": 40}))
+    for iteration in range(1, at + 1):
+        collected(fleet, sampler, source, iteration)
+        published(fleet, sampler, iteration)
+    state, before = sampler.state_dict(), source.cursor.state_dict()
+    after = collected(fleet, sampler, source, at + 1)
+    expected = published(fleet, sampler, at + 1)
+
+    fleet = Fleet(1, deaths=0.0)
+    sampler, source = sampler_of(fleet, staleness, cursor_of(counts={"a": 40, "b": 40}))
+    source.cursor.load_state_dict(before)
+    published(fleet, sampler, at)
+    sampler.load_state_dict(state)
+    source.cursor.load_state_dict(after)
+    sampler.begin(at + 2, after, Resumed(num_samples=P))
+    assert published(fleet, sampler, at + 1) == expected

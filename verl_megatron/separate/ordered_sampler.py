@@ -79,6 +79,7 @@ class OrderedSampler(RemoteSampler):
     def __init__(self, fleet: Fleet, demand: Demand, *, keeps_all: bool):
         super().__init__(fleet, demand)
         self._cursor, self._keeps_all = demand.cursor, keeps_all
+        self._known = demand.cursor.fork()  # knows the scores of the iterations before the newest version
         self._first: int | None = None  # of the versions that samples may have; None: nothing is ordered yet
         self._ordered = 0  # the last ordered iteration
         self._start: dict[str, Any] | None = None  # where the next order draws from, if it is the first one
@@ -99,6 +100,7 @@ class OrderedSampler(RemoteSampler):
     def published(self, version: int, *, is_sent: bool) -> None:
         super().published(version, is_sent=is_sent)
         self._present = {}
+        self._known.learn(self._cursor)
         if self._first is not None:
             self._order_until(version + 1 + self._max_staleness)
 
@@ -217,7 +219,7 @@ class OrderedSampler(RemoteSampler):
             version = max(self._first, wanted - 1 - self._max_staleness)
             self._ordered, cursor = wanted, self._start
             if self._keeps_all:
-                self._ahead.learn(self._cursor)
+                self._ahead.learn(self._known)
                 cursor = self._ahead.state_dict()
             ordered = self._order(iteration=wanted, version=version, draw=self._draw, cursor=cursor)
             self._collections[wanted], self._start = ordered, None
