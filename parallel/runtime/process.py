@@ -11,6 +11,8 @@ import select
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,6 +70,17 @@ def children(parent: int | str = "self") -> list[int]:
             with contextlib.suppress(OSError):  # a thread that has just ended
                 found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
     return found
+
+
+def await_end(pids: Iterable[int], *, within_s: float) -> None:
+    """Wait until processes have ended, for some seconds at most."""
+    end, left = time.monotonic() + within_s, list(pids)
+    while left and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            leftovers.started_at(left[-1])
+            time.sleep(0.02)
+            continue
+        left.pop()
 
 
 def has_lost_rank() -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from parallel.runtime import leftovers
 from tests.planned import run_config
 from verl_megatron.launch import supervisor
 from verl_megatron.launch.board import Board
@@ -219,12 +220,30 @@ def test_a_world_that_ends_by_an_error_ends_the_run(start, devices):
     assert set(run.wait().values()) == {5} and not run.log("train"), "nothing is saved: training is ended"
 
 
+def test_shared_memory_of_a_world_that_is_ended_is_removed(start):
+    """Its launcher, which would do that, is killed; so is its rank, which needs a moment to end."""
+    rank = "sleep 60 & echo $! >>$0.log; wait"
+    run = start("1", 2, train="while [[ ! -f $0.done ]]; do sleep 0.02; done; exit 3", rollout=rank)
+    until(lambda: run.log("rollout"))
+    pid = int(run.log("rollout")[0][0])
+    left = leftovers.SHARED_MEMORY / f"{leftovers.mark_of(pid)}-queue"
+    left.touch()
+    ends = threading.Timer(0.5, kill, [str(pid)])
+    run.done("train")
+    ends.start()
+    assert run.wait() == {0: 3} and not left.exists()
+
+
 @pytest.mark.parametrize(("restarts", "status"), [(1, 0), (0, 137)])
-def test_a_silent_training_world_is_ended_and_starts_again(start, monkeypatch, capfd, restarts, status):
+def test_a_silent_training_world_is_ended_and_starts_again(
+    start, monkeypatch, capfd, tmp_path, restarts, status
+):
     """The rank is stopped, and hears nothing; after a restart it is not."""
-    silent = iter([0.0, 7.0])
+    log, silent = tmp_path / "train.sh.log", iter([7.0])
     monkeypatch.setattr(supervisor, "LOOK_S", 0.3)
-    monkeypatch.setattr(Lookout, "silence_of_training", lambda self: next(silent, 0.0))
+    monkeypatch.setattr(
+        Lookout, "silence_of_training", lambda self: next(silent, 0.0) if log.exists() else 0.0
+    )
     train = "echo $2 >>$0.log; [[ $2 == 1 ]] && exit 0; kill -STOP $$"
     run = start("1", 2, train=train, rollout=UNTIL_KILLED, restarts=restarts)
     assert run.wait() == {0: status}
@@ -238,12 +257,13 @@ def test_an_error_of_training_is_that_of_all_hosts(start):
 
 
 def test_a_host_that_is_asked_to_end_lets_training_save(start):
-    run = start("1+2", 1, train=UNTIL_TOLD, rollout0=UNTIL_TOLD, rollout1=UNTIL_TOLD)
+    train = UNTIL_TOLD.replace("while", "echo begun >>$0.log; while")
+    run = start("1+2", 1, train=train, rollout0=UNTIL_TOLD, rollout1=UNTIL_TOLD)
     run.done("rollout0"), run.done("rollout1")  # they hear of the end over the bridge
-    time.sleep(0.3)
+    until(lambda: run.log("train"))
     assert not run.statuses
     run.asked[2].received.add(signal.SIGTERM)
-    assert run.wait() == {0: 0, 1: 0, 2: 0} and run.log("train") == [["told"]]
+    assert run.wait() == {0: 0, 1: 0, 2: 0} and run.log("train") == [["begun"], ["told"]]
 
 
 # ---- where the worlds meet ---------------------------------------------------------------------------------

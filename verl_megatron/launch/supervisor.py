@@ -6,15 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
 from parallel import device
 from parallel.bridge import START
-from parallel.runtime import process, watchdog
+from parallel.runtime import leftovers, process, watchdog
 from parallel.runtime import store as stores
 from parallel.runtime.launch import PARENT
 from parallel.runtime.seal import TOKEN
@@ -30,6 +32,7 @@ from verl_megatron.model_specs import num_ranks
 ENDING_S = 60.0  # for the other worlds, once the training world has ended well
 LAST_WORDS_S = 5.0  # for ranks to say why they end, once the run has failed elsewhere
 OTHERS_S = 20.0  # for the other hosts of a world to say that a rank of theirs was killed
+DYING_S = 5.0  # for ranks whose launcher was killed
 LEAVING_S = 15.0  # for the other hosts to read how the run has ended
 LOOK_S = 1.0  # between two looks at which worlds training has given up
 GRACE_S = 20.0  # for these to end by themselves, and write their ranks' stacks
@@ -195,8 +198,10 @@ class _World:
         try:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:
+            ranks = process.children(self._process.pid)
             self._process.kill()
             self._process.wait()
+            process.await_end(ranks, within_s=DYING_S)
 
 
 def _gpus(part: Part, call: Call) -> dict[str, str]:
@@ -241,6 +246,7 @@ class _Supervisor:
         finally:
             for world in self._worlds:
                 world.end(within_s=0)
+            leftovers.sweep(Path(tempfile.gettempdir()))  # launchers that were killed could not
 
     def _hear(self) -> None:
         """Act on signals, to this process or to that of another host: training saves and ends."""
