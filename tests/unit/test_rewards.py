@@ -65,6 +65,15 @@ def children_of(pid: int) -> set[int]:
         ("last_number", "so 1,234.50", 1234.5, 1),
         ("last_number", "x = -.5", "#### -0.5", 1),
         ("last_number", "no idea", "5", 0),
+        ("last_number", "so 1.5e3", "1500", 1),
+        ("last_number", "so 1.5e3", "3", 0),
+        ("last_number", "1e99999999999999999999", "99999999999999999999", 1),
+        ("last_number", "12345678901234567891", "12345678901234567890", 0),
+        ("last_number", "0.00001", 1e-05, 1),
+        ("last_number", "-5", 1e-05, 0),
+        ("match", "0.00001", 1e-05, 1),
+        ("match", "100000000000000000000", 1e20, 1),
+        ("match", "7", 7.0, 1),
     ],
 )
 def test_built_in_functions(name, response, truth, score):

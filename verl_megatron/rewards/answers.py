@@ -7,11 +7,13 @@ import functools
 import json
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 MARKED = r"```(?:{languages})[ \t]*\r?\n(.*?)(?:\r?\n)?[ \t]*```"  # a block of code, whose text is group 1
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# An exponent of ten digits or more is none: Decimal refuses those beyond 18.
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,9}(?!\d))?")
 _JSON_BLOCK = re.compile(MARKED.format(languages="json|JSON"), re.DOTALL)
 
 
@@ -23,9 +25,17 @@ def match(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) 
     """
     if ground_truth is None:
         raise ValueError("there is no ground truth to compare with")
-    if isinstance(ground_truth, float) and ground_truth.is_integer():
-        ground_truth = int(ground_truth)  # of a Parquet column of integers with missing ones
-    return float(response.strip() == str(ground_truth).strip())
+    return float(response.strip() == truth_text(ground_truth).strip())
+
+
+def truth_text(ground_truth: Any) -> str:
+    """Return a ground truth as people write it: a number without exponent, and a whole one as an integer.
+
+    A Parquet column of integers with missing ones has floats.
+    """
+    if not isinstance(ground_truth, float) or not math.isfinite(ground_truth):
+        return str(ground_truth)
+    return f"{Decimal(str(ground_truth)):f}".removesuffix(".0")
 
 
 def last_number(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
@@ -34,15 +44,15 @@ def last_number(prompt: str, response: str, ground_truth: Any, extra: dict[str, 
     Raises:
         ValueError: there is no number in the ground truth.
     """
-    truth = _last_number(str(ground_truth))
+    truth = _last_number(truth_text(ground_truth))
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r} has no number to compare with")
     return float(_last_number(response) == truth)
 
 
-def _last_number(text: str) -> float | None:
+def _last_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def regex(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:

@@ -5,6 +5,8 @@ import importlib.util
 import logging
 from typing import Any
 
+from verl_megatron.rewards.answers import truth_text
+
 INSTALL = "pip install 'math-verify[antlr4_9_3]'"
 
 
@@ -25,7 +27,7 @@ def math(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -
     """
     from math_verify import parse, verify
 
-    truth = _parsed("" if ground_truth is None else str(ground_truth))
+    truth = _parsed("" if ground_truth is None else truth_text(ground_truth))
     # The worker's own time limit applies; math-verify's would take SIGALRM.
     answer = parse(response, parsing_timeout=0)
     return float(verify(truth, answer, timeout_seconds=0))
