@@ -3,9 +3,12 @@
 import functools
 import importlib.util
 import logging
+import re
 from typing import Any
 
 from verl_megatron.rewards.answers import truth_text
+
+_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")  # of mathematics in a text; \$ is money
 
 INSTALL = "pip install 'math-verify[antlr4_9_3]'"
 
@@ -39,8 +42,7 @@ def _parsed(ground_truth: str) -> list[Any]:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it sets no alarm
     text = ground_truth.rpartition("####")[2].strip()
-    marked = "$" in text or "\\boxed" in text or "\\[" in text or "\\(" in text
-    parsed = parse(text if marked else f"${text}$", parsing_timeout=0)
+    parsed = parse(text if _MARK.search(text) else f"${text}$", parsing_timeout=0)
     if not parsed:
         raise ValueError(f"ground truth {ground_truth!r} has no number or formula to compare with")
     return parsed
