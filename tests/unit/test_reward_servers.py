@@ -175,14 +175,25 @@ def test_a_slow_server_is_a_timeout():
     assert "no answer within 0.5 s" in str(pool.first_failure)
 
 
-def test_bytes_that_drip_do_not_outlast_the_limit():
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" "),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nX-Name: ", b"x"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["text", "connection closes", "header", "continue"],
+)
+def test_bytes_that_drip_do_not_outlast_the_limit(begin, drop):
     def drip(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-            while True:
-                connection.sendall(b" ")
+            connection.sendall(begin)
+            for _ in range(100):
+                connection.sendall(drop)
                 time.sleep(0.1)
+            connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, args=(listener,), daemon=True).start()

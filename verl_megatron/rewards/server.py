@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,7 +60,7 @@ class ServerScorer(Thread):
         super().__init__(daemon=True, name="reward server")
         self._url, self._samples, self._timeout_s = url, samples, timeout_s
         self._closing = Event()
-        self._now: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None  # of the request in progress
 
     def run(self) -> None:
         while (first := self._samples.get()) is not None:
@@ -77,11 +77,15 @@ class ServerScorer(Thread):
     def close(self) -> None:
         """End a request in progress and the thread; the caller has queued None."""
         self._closing.set()
-        connection = self._now
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
         self.join(1.0)
+
+    def _hang_up(self) -> None:
+        """End the request in progress; called by another thread."""
+        now = self._socket
+        if now is not None:
+            with contextlib.suppress(OSError):
+                now.shutdown(socket.SHUT_RDWR)
 
     def _score(self, batch: Sequence[Waiting]) -> None:
         started = time.perf_counter()
@@ -124,11 +128,18 @@ class ServerScorer(Thread):
         return f"{short_repr(self._url)}: {text}"
 
     def _post(self, body: bytes, until: float) -> tuple[int, bytes]:
-        """Send a request; return status and text of the answer. TimeoutError after the time `until`."""
+        """Send a request; return status and text of the answer. TimeoutError after the time `until`.
+
+        A socket's own time limit begins anew with each byte, so a timer ends what arrives too slowly.
+        """
         parts = urlsplit(self._url)
+        timer = Timer(_left(until), self._hang_up)
+        timer.daemon = True
         with contextlib.closing(_connection(self._url, _left(until))) as connection:
-            self._now = connection
             try:
+                connection.connect()
+                self._socket = connection.sock  # the connection forgets it before the end of some answers
+                timer.start()
                 path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
                 headers = {"Content-Type": "application/json", "Accept": "application/json"}
                 connection.request("POST", path, body, headers)
@@ -138,11 +149,14 @@ class ServerScorer(Thread):
                     text += chunk
                     if len(text) > MOST_BYTES:
                         raise _FailedError(WRONG_TYPE, self._said(f"answered more than {MOST_BYTES} bytes"))
-                    if connection.sock is not None:
-                        connection.sock.settimeout(_left(until))
+                _left(until)  # the text is whole
                 return answer.status, bytes(text)
+            except (OSError, http.client.HTTPException):
+                _left(until)
+                raise
             finally:
-                self._now = None
+                timer.cancel()
+                self._socket = None
 
 
 def _left(until: float) -> float:
