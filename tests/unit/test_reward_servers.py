@@ -203,6 +203,23 @@ def test_bytes_that_drip_do_not_outlast_the_limit(begin, drop):
             assert pool.results()[0].failure == "timeout" and time.monotonic() - began < 8
 
 
+def test_an_answer_that_breaks_off_is_asked_for_again():
+    text = b'{"scores": [1.5]}'
+
+    def answer_twice(listener: socket.socket) -> None:
+        for sent in (text[:9], text):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + sent)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer_twice, args=(listener,), daemon=True).start()
+        with RewardPool(f"http://127.0.0.1:{listener.getsockname()[1]}") as pool:
+            pool.submit(0, "", "", None)
+            assert pool.results()[0].score == 1.5
+
+
 def test_a_server_that_ends_and_comes_back():
     port = free_port()
     with RewardPool(f"http://127.0.0.1:{port}", timeout_s=1) as pool:

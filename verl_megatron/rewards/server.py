@@ -144,12 +144,14 @@ class ServerScorer(Thread):
                 headers = {"Content-Type": "application/json", "Accept": "application/json"}
                 connection.request("POST", path, body, headers)
                 answer = connection.getresponse()
-                text = bytearray()
+                length, text = answer.length, bytearray()
                 while chunk := answer.read1(1 << 16):
                     text += chunk
                     if len(text) > MOST_BYTES:
                         raise _FailedError(WRONG_TYPE, self._said(f"answered more than {MOST_BYTES} bytes"))
-                _left(until)  # the text is whole
+                if length is not None and len(text) < length:
+                    raise http.client.IncompleteRead(bytes(text), length - len(text))
+                _left(until)
                 return answer.status, bytes(text)
             except (OSError, http.client.HTTPException):
                 _left(until)
