@@ -226,6 +226,12 @@ def test_children_end_with_their_worker(functions, namespaces):
     assert started.returncode == 0
 
 
+def test_the_kernel_ends_a_worker_before_its_trainer_when_memory_runs_out(functions):
+    with RewardPool(f"{functions}:score") as pool:
+        pool.submit(0, "", "", "int(open('/proc/self/oom_score_adj').read())", {})
+        assert pool.results()[0].score == 1000
+
+
 def test_a_worker_that_somebody_kills_is_replaced(functions):
     """Any of its processes, idle or in a call: the samples get their scores."""
     with RewardPool(f"{functions}:score", timeout_s=30) as pool:
