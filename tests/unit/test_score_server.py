@@ -66,6 +66,23 @@ def test_a_pool_gets_its_scores_and_a_bad_sample_costs_itself_only():
     assert rewards[7].failure == WRONG_TYPE and "no words" in str(pool.first_failure)
 
 
+def test_long_samples_go_in_several_requests():
+    response = "\u6c49" * 1_000_000  # six bytes each
+    with serving(lengths) as server, RewardPool(server.address, timeout_s=30) as pool:
+        for number in range(12):
+            pool.submit(number, "p", response, "t")
+        assert {reward.score for reward in pool.results().values()} == {1e6}
+
+
+def test_a_sample_that_json_cannot_hold_fails_alone():
+    with serving(lengths) as server, RewardPool(server.address) as pool:
+        for number in range(3):
+            pool.submit(number, "p", "r", {(1, 2): 3} if number == 1 else "t")
+        rewards = pool.results()
+    assert [rewards[number].failure for number in range(3)] == [None, SERVER, None]
+    assert "keys must be str" in str(pool.first_failure)
+
+
 def test_what_waits_is_scored_together():
     sizes, may_go = [], threading.Event()
 

@@ -23,12 +23,14 @@ from verl_megatron.rewards.functions import described, one_line
 from verl_megatron.rewards.worker import SERVER, TIMEOUT, WRONG_TYPE, read_value
 
 MOST_SAMPLES = 256  # of a request
+REQUEST_BYTES = 16 << 20  # to a request of this size no sample is added
 MOST_BYTES = 64 << 20  # of an answer
 CONNECT_S = 10.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0  # between attempts; each is twice the one before
 _RETRIED = (429, 500, 502, 503, 504)
 
 Waiting = tuple[tuple[Any, ...], "Future[list[Any]]"]  # a sample's call, and where its outcome goes
+Encoded = tuple[str, "Future[list[Any]]"]  # the same, as JSON
 
 
 class _FailedError(Exception):
@@ -64,15 +66,29 @@ class ServerScorer(Thread):
 
     def run(self) -> None:
         while (first := self._samples.get()) is not None:
-            batch = [first]
-            with contextlib.suppress(Empty):
-                while len(batch) < MOST_SAMPLES:
-                    found = self._samples.get_nowait()
-                    if found is None:
-                        self._samples.put(None)
-                        break
-                    batch.append(found)
-            self._score(batch)
+            if batch := self._batch(first):
+                self._score(batch)
+
+    def _batch(self, first: Waiting) -> list[Encoded]:
+        """Return what waits, up to the limits of a request; a sample that JSON cannot hold fails alone."""
+        batch: list[Encoded] = []
+        waiting: Waiting | None = first
+        num_bytes = 0
+        with contextlib.suppress(Empty):
+            while waiting is not None:
+                call, future = waiting
+                try:
+                    text = json.dumps(_sample(*call), default=str)
+                except Exception as error:
+                    future.set_result([0.0, {}, SERVER, described(error), 0.0])
+                else:
+                    batch.append((text, future))
+                    num_bytes += len(text)
+                if len(batch) == MOST_SAMPLES or num_bytes >= REQUEST_BYTES:
+                    return batch
+                waiting = self._samples.get_nowait()
+            self._samples.put(None)
+        return batch
 
     def close(self) -> None:
         """End a request in progress and the thread; the caller has queued None."""
@@ -87,22 +103,22 @@ class ServerScorer(Thread):
             with contextlib.suppress(OSError):
                 now.shutdown(socket.SHUT_RDWR)
 
-    def _score(self, batch: Sequence[Waiting]) -> None:
+    def _score(self, batch: Sequence[Encoded]) -> None:
         started = time.perf_counter()
         try:
-            calls = [call for call, _ in batch]
-            found = [list(read_value(value)) for value in self._ask(calls)]
+            texts = [text for text, _ in batch]
+            found = [list(read_value(value)) for value in self._ask(texts)]
         except _FailedError as error:
             found = [[0.0, {}, *error.args] for _ in batch]
-        except Exception as error:  # a sample that JSON cannot hold
+        except Exception as error:  # such as no thread for the time limit
             found = [[0.0, {}, SERVER, described(error)] for _ in batch]
         elapsed_ms = (time.perf_counter() - started) * 1000
         for outcome, (_, future) in zip(found, batch):
             future.set_result([*outcome, elapsed_ms])
 
-    def _ask(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _ask(self, texts: Sequence[str]) -> list[Any]:
         """Return the scores of samples; repeat what may pass. Raises _FailedError."""
-        body = json.dumps({"samples": [_sample(*call) for call in calls]}, default=str).encode()
+        body = f'{{"samples": [{", ".join(texts)}]}}'.encode()
         until, wait_s, last = time.monotonic() + self._timeout_s, _FIRST_WAIT_S, "no answer"
         while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
             try:
@@ -115,7 +131,7 @@ class ServerScorer(Thread):
                 last = described(error)
             else:
                 if status == 200:
-                    return _scores(text, len(calls), self._url)
+                    return _scores(text, len(texts), self._url)
                 last = f"HTTP {status}: {one_line(text[:200].decode(errors='replace'))}"
                 if status not in _RETRIED:
                     raise _FailedError(SERVER, self._said(last))
