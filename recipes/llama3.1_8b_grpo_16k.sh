@@ -2,8 +2,8 @@
 # GRPO on samples of 16,384 tokens, one per micro-batch:
 #   MODEL=/models/Llama-3.1-8B-Instruct DATA=train.jsonl bash recipes/llama3.1_8b_grpo_16k.sh \
 #     reward.function=last_number
-# Planned for 4 H200: 104 GiB of 140 on the fullest GPU; for 2 (GPUS=2): 119 GiB, and 90 GiB of host memory a
-# rank, half of it for checkpoints.
+# Planned for 4 H200: 104 GiB of 140 on the fullest GPU; for 2 (GPUS=2): 119 GiB, and 195 GiB of
+# host memory, half of it for checkpoints.
 source "$(dirname "$0")/launch/local.sh"
 world 1 4
 train_on llama3.1-8b

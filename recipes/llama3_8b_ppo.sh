@@ -6,7 +6,7 @@
 source "$(dirname "$0")/launch/local.sh"
 world 1 4
 train_on llama3-8b
-# Two 8B models with optimizers take turns on two GPUs of 141 GB; 90 GiB of host memory a rank
+# Two 8B models with optimizers take turns on two GPUs of 141 GB. Host memory: 360 GiB, half of it for checkpoints
 if [[ $ranks == 2 ]]; then
   settings+=(rollout.tp=2 rollout.gpu_memory_utilization=0.25 reshard.offload=all)
 fi

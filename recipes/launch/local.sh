@@ -10,9 +10,9 @@
 #   MASTER_ADDR, MASTER_PORT, NODE_ADDR    where torchrun meets (node 0), and under which name others reach this node
 #   VERL_MEGATRON_TOKEN    with rollout.devices: a secret text, the same on all nodes, by which they know each other
 #   GRACE_S                seconds that a run has from SIGTERM to the end of its iteration: as long as the scheduler waits, and a little less
-# Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights
-# go), and MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the
-# newest checkpoint.
+# Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a data file or folder), SCRATCH (where random
+# weights go), and MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from
+# the newest checkpoint.
 set -euo pipefail
 shopt -s inherit_errexit
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -122,7 +122,7 @@ random_weights() {
 train_on() {
   if [[ -n ${MODEL:-} ]]; then
     [[ -n ${DATA:-}$DRY_RUN ]] ||
-      stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
+      stop "DATA is not set; name the data file on which MODEL=$MODEL is trained"
     settings+=(actor.path="$MODEL" data.train="${DATA:-}") # a plan needs none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from parallel.weights.shapes import shape
 from tests.launchers import LAUNCH, Call, environment, hostfile, operator, say, say_recipe
+from tests.planned import H200, run_of
 from tests.recipes import schema_of
 from tests.worlds import ROOT
 from verl_megatron.algorithms import ALGORITHMS
@@ -19,6 +20,7 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import SCHEMAS, TrainerConfig
 from verl_megatron.launch.dry_run import supervised_plan, training_plan
+from verl_megatron.planner import plan_memory, plan_seconds
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ALGORITHM_RECIPES = sorted((ROOT / "recipes/toy_cpu").glob("*.yaml"))
@@ -55,6 +57,28 @@ def test_settings_exist_and_fit(path):
     recipe.setdefault("data", {}).setdefault("train", "train.jsonl")
     config = structured(recipe, schema_of(path))
     assert config.run.output_dir.startswith("outputs/")
+
+
+PLANNED = {
+    **{"grpo_8b": "llama3-8b", "llama3_8b_ppo": "llama3-8b", "grpo_70b": "llama3-70b"},
+    **{"ppo_32b": "qwen2.5-32b", "ppo_70b": "llama3-70b"},
+}
+FIGURES = re.compile(r"(\d+)(?: H200)?: (\d+) GiB[^,;.]*, (\d+) s\b")  # GPUs, of the fullest, an iteration
+
+
+@pytest.mark.parametrize(("name", "model"), PLANNED.items())
+def test_comments_have_the_figures_of_the_plan(name, model):
+    text = (ROOT / f"recipes/{name}.yaml").read_text()
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    figures = FIGURES.findall(comment)
+    assert figures, comment
+    for gpus, gib, seconds in figures:
+        recipe = OmegaConf.create(text)
+        recipe["data"]["train"], recipe["actor"]["path"] = "train.jsonl", model
+        run = run_of(structured(recipe, TrainerConfig), int(gpus))
+        memory = plan_memory(run, H200)
+        planned = memory.peak_bytes / 2**30, plan_seconds(run, H200, memory).iteration
+        assert planned == pytest.approx((int(gib), int(seconds)), abs=0.51), comment  # rounded
 
 
 def test_every_algorithm_has_a_recipe_whose_settings_are_right():
@@ -307,7 +331,7 @@ def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
         (
             "llama3_8b_ppo",
             {"MODEL": "/models/mine"},
-            r"DATA is not set; name the .jsonl file on which MODEL=/models/mine is trained",
+            r"DATA is not set; name the data file on which MODEL=/models/mine is trained",
         ),
         ("sft", {"DATA": "mine.jsonl"}, r"MODEL has to name"),
         ("llama3_8b_ppo", {"GPUS": "four"}, r"GPUS=four has to be a whole number from 1 "),
