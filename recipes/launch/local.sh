@@ -162,6 +162,7 @@ critic_of() {
 # module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run
 # their command and the run's plan
 start() {
+  export LAUNCH_BEGAN=${EPOCHREALTIME/,/.} # what this shell did before is no part of the run's start
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
   # of a run with --role these are only one world's ranks

@@ -16,6 +16,7 @@ from parallel.runtime import leftovers, process
 from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.commands import COMMANDS
 from verl_megatron.launch import ranks as launching
+from verl_megatron.observe import startup
 from verl_megatron.observe.startup import StartClock
 
 HEAVY = ("megatron.core", "vllm", "transformer_engine", "verl_megatron.roles", "verl_megatron.models")
@@ -168,6 +169,14 @@ def test_the_stages_of_a_start_add_up(monkeypatch):
         with clock.stage("world"):
             time.sleep(0.06)
     assert clock.seconds["world"] == pytest.approx(0.12, abs=0.1) and "world 0.1" in str(clock)
+
+
+def test_a_start_counts_neither_what_a_shell_did_before_nor_earlier_attempts(monkeypatch):
+    monkeypatch.setenv(process.LAUNCHER, str(os.getppid()))
+    monkeypatch.setenv(startup.BEGAN, str(time.time() - 0.5))
+    assert StartClock().seconds["launch"] <= 0.5
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert list(StartClock().seconds) == ["imports"]
 
 
 def test_a_process_that_no_launcher_started_has_no_start_of_its_own(monkeypatch):
