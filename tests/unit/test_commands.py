@@ -102,7 +102,7 @@ REFUSED = [
     (["train", "data.train=x", "rollout.devices=1", "--role", "reward"], "choose train, rollout"),
     (["train", "data.train=x", "rollout.devices=1+2", "--role", "rollout:2"], "choose train, rollout:0, r"),
     (["train", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
-    (["sft", "data.train=x", "--role", "rollout"], "--role rollout: this run has one world; leave it out"),
+    (["sft", "data.train=x", "--role", "rollout"], "--role rollout: sft has one world; leave it out"),
     (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
     (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),

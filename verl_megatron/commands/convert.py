@@ -82,10 +82,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--template",
             type=Path,
-            help=(
-                "Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the "
-                "checkpoint"
-            ),
+            metavar="DIR",
+            help="Hugging Face folder with config.json and tokenizer; default: hf in the checkpoint",
         )
     for command in (to_hf, verify):
         command.add_argument(

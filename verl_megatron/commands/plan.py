@@ -1,9 +1,10 @@
 """Finds the layouts for a run on a number of GPUs, and predicts their memory and time per iteration.
 
-Needs neither a GPU nor weights: a model is a folder with a config.json, or a built-in shape. Settings after
-the options are those of `verl-megatron train`. With --compare OUTPUT_DIR there is no search: the plan of
-exactly these settings is shown next to that run's measurements. With --separate the rollout has GPUs of its
-own, and the search also chooses how many; compare its best iteration with that of a search without.
+Needs neither a GPU nor weights: a model is a folder with a config.json, a hub name, or a built-in shape.
+Settings after the options are those of `verl-megatron train`. With --compare OUTPUT_DIR there is no search:
+the plan of exactly these settings is shown next to that run's measurements. With --separate the rollout has
+GPUs of its own, and the search also chooses how many; compare its best iteration with that of a search
+without.
 """
 
 import argparse
@@ -266,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="MODEL",
-        help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}",
+        help=f"the actor: a folder with a config.json, a hub name, or a built-in shape: {', '.join(SHAPES)}",
     )
     options.add_argument(
         "--critic", default="", metavar="MODEL", help="the critic, where it is not like the actor"

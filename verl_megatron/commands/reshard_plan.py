@@ -111,7 +111,7 @@ def _add_transport(options: argparse.ArgumentParser) -> None:
         ("--same-host-rate", Rates.same_host, "bytes a second between GPUs of one host, each way"),
         ("--other-host-rate", Rates.other_host, "bytes a second of a GPU to other hosts, each way"),
     ):
-        options.add_argument(name, type=rate, default=usual, help=what)
+        options.add_argument(name, type=rate, default=usual, help=f"{what} (default: {usual:g})")
 
 
 def run(arguments: list[str]) -> int:

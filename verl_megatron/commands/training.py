@@ -22,13 +22,15 @@ options:
   --config FILE          a recipe of yours; `defaults: [RECIPE]` in it extends another one
   --ranks N              processes on this host, each with a GPU if there are GPUs; without it as many
                          GPUs as the layouts divide, on a CPU the fewest that they need
-  --role WORLD           with devices of their own: start one world here, train, rollout, rollout:1 or reward
   --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
-  --dry-run              check and plan the run, and start nothing; --gpu NAME: the GPU it is planned for
+  --dry-run              check and plan the run, and start nothing
+  --gpu NAME             the GPU that a dry run plans for (h200)
   --verify               repeat an iteration of the newest checkpoint and compare
   --track_metrics        metrics go to the console and to every kind of file
   --cfg job [--resolve]  print the settings; with the values of ${names}
   --help [NAME]          this text, a section's settings (rollout), or a single one (run.seed)"""
+# Of runs whose rollout or frozen models have ranks of their own.
+ROLE = "  --role WORLD           start one world of the run here: train, rollout, rollout:1 or reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ def _run(training: Training, arguments: list[str]) -> int:
             f"--ranks {given.ranks} beside {named_devices(devices)}, which says how many ranks there are; "
             "leave it out"
         )
+    if known.role and training is not TRAIN:
+        raise ValueError(f"--role {known.role}: {training.command} has one world; leave it out")
     of_role = ranks_of_role(devices, known.role) if known.role else 0
     config_of = partial(structured, settings, cast(Any, SCHEMAS[training.schema]))
     ranks = partial(num_ranks, devices) if separate else partial(_ranks, given.ranks, config_of)
@@ -260,6 +264,7 @@ def help_text(training: Training, asked: str = "") -> str:
             training.purpose,
             "",
             OPTIONS,
+            *[ROLE] * (training is TRAIN),
             "",
             "recipes:",
             *recipes,

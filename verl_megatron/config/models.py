@@ -9,7 +9,7 @@ from verl_megatron.config.section import COUNT, POSITIVE, SHARE, Section, settin
 class ModelConfig(Section):
     """A trainable model: its weights, parallel layout and learning rate."""
 
-    path: str = setting("", "folder, hub name or URL; empty for the critic: start from the actor's weights")
+    path: str = setting("", "folder, hub name or URL of the model to start from")
     layout: str = setting(
         "tp1", "such as tp2pp2 or tp4pp2vpp2sp; dp is the number of ranks divided by the rest"
     )
@@ -23,6 +23,7 @@ class ModelConfig(Section):
 class CriticConfig(ModelConfig):
     """The critic: a model of its own, or a value head on the actor's trunk."""
 
+    path: str = setting("", "folder, hub name or URL; empty: start from the actor's weights")
     lr: float = setting(1e-5, "peak learning rate, reached after the warm-up", within="[0, 1]")
     share_trunk: bool = setting(
         False, "a value head beside the actor's output layer instead of a model; path may name its weights"

@@ -76,7 +76,7 @@ class RolloutConfig(Section):
     weight_dtype: str = setting(
         "auto",
         "dtype of the weights of vLLM's linear layers; fp8 takes half the memory, multiplies in fp8 and "
-        "widens rollout/logprob_gap; auto: rollout.dtype",
+        "widens rollout/logprob_gap_mean; auto: rollout.dtype",
         choices=("auto", "fp8"),
     )
     # vLLM allocates a table row of max_model_len for each sample.
@@ -109,8 +109,8 @@ class RolloutConfig(Section):
     )  # 16 TiB
     kv_cache_dtype: str = setting(
         "auto",
-        "dtype of cached keys and values; fp8 takes half the memory and widens rollout/logprob_gap; auto: "
-        "that of vLLM's weights",
+        "dtype of cached keys and values; fp8 takes half the memory and widens rollout/logprob_gap_mean; "
+        "auto: that of vLLM's weights",
         choices=("auto", "fp8"),
     )
     enforce_eager: bool = setting(False, "run without CUDA graphs")
