@@ -7,7 +7,7 @@ from itertools import chain
 from parallel.layout import Layout, named_ranks, parse_devices
 from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import Head
-from verl_megatron.algorithms import get_algorithm
+from verl_megatron.algorithms import ALGORITHMS, get_algorithm
 from verl_megatron.config import (
     DPOConfig,
     ModelConfig,
@@ -42,6 +42,11 @@ class ModelSpec:
     def actor(cls, model: ModelConfig) -> "ModelSpec":
         """Return the trained language model."""
         return cls(name="actor", section="actor", model=model, head="lm", trainable=True)
+
+
+def has_critic(algorithm: str) -> bool:
+    """Whether runs of the algorithm of this name have a critic, whose settings are ignored otherwise."""
+    return algorithm not in ALGORITHMS or "critic" in ALGORITHMS[algorithm].needs
 
 
 def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int) -> Layout:

@@ -99,6 +99,13 @@ def test_a_shape_stands_in_for_a_teacher(ranks):
     assert re.search(r"teacher +dp8 +on 8 ranks, from llama3-1b", text)
 
 
+def test_a_critic_that_the_algorithm_does_not_have_is_not_looked_for(ranks):
+    ranks(8, 8)
+    compared = {"data": {"train": "", "samples_per_prompt": 2}, "algorithm": {"name": "grpo"}}
+    text = training_plan(settings(critic={"path": "/models/none"}, **compared))
+    assert "critic" not in text
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -341,6 +341,12 @@ def test_what_may_be_a_hub_name(tmp_path, monkeypatch):
     assert not any(map(is_remote, ["a/b", "model", "/a/b/c", "a/b/c", "./a/c", "../a", "llama3-8b", ""]))
 
 
+def test_a_critic_that_the_algorithm_does_not_have_is_not_fetched():
+    config = TrainerConfig()
+    config.algorithm.name, config.critic.path = "grpo", "http://127.0.0.1:9/critic"
+    assert fetch_models(config) == []
+
+
 def test_without_a_network_the_message_has_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

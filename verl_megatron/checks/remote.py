@@ -8,6 +8,7 @@ from parallel.runtime.refusal import short_repr
 from parallel.weights.remote.models import is_remote, local_folder, shown, version_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.model_specs import has_critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,10 @@ def fetch_models(config: TrainerConfig | SupervisedConfig) -> list[FetchedModel]
         ValueError: lists all models that cannot be fetched.
     """
     problems, models = [], []
+    is_read = not isinstance(config, TrainerConfig) or has_critic(config.algorithm.name)
     for field in fields(config):
+        if field.name == "critic" and not is_read:
+            continue
         section = getattr(config, field.name)
         path = getattr(section, "path", "")
         if not isinstance(path, str) or not is_remote(path):  # wrong types are reported by other checks

@@ -22,10 +22,11 @@ from verl_megatron.checks.batches import batch_arithmetic, supervised_arithmetic
 from verl_megatron.checks.limits import check_types
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
+from verl_megatron.config import MISSING, AlgorithmConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.hosts import Part, place_worlds
 from verl_megatron.model_specs import (
+    has_critic,
     has_worlds,
     is_separate,
     models_of,
@@ -149,6 +150,9 @@ def _stand_ins(settings: Settings, schema: type[TrainerConfig | SupervisedConfig
     given = _Given(settings=copy.deepcopy(settings))
     complete, trained = given.settings, models_of(schema())[0].section
     models = [name for name, section in sections_of(schema()).items() if hasattr(section, "path")]
+    algorithm = complete.get("algorithm")
+    if isinstance(algorithm, dict) and not has_critic(str(algorithm.get("name", AlgorithmConfig().name))):
+        models = [name for name in models if name != "critic"]
     with TemporaryDirectory(prefix="dry_run_") as scratch:
         for role in models:
             section = complete.get(role)
