@@ -20,7 +20,7 @@ from tests.reported_runs import (
 )
 from tests.unit.test_documents import KNOWN, NAMED
 from verl_megatron.observe.report import history
-from verl_megatron.observe.report.alarms import find_alarms
+from verl_megatron.observe.report.alarms import ENDS, find_alarms
 from verl_megatron.observe.report.record import RunRecord, State, read_run, series_of
 from verl_megatron.observe.report.rules import Alarm
 
@@ -156,6 +156,7 @@ def test_remedies_name_settings_that_exist_and_the_page_of_alarms_has_each():
         named = {(section, name) for section, name, _ in NAMED.findall(alarm.remedy)}
         assert named <= KNOWN.keys(), named - KNOWN.keys()
         assert alarm.name in titles, f"docs/report.md has no row {alarm.name}"
+    assert {name for name, _ in ENDS.values()} <= titles
 
 
 def test_a_point_is_judged_by_the_points_before_it_only():
