@@ -156,6 +156,21 @@ def test_there_are_plans_to_run():
 
 
 PLANNER = r"verl-megatron (plan|reshard-plan) "
+FOR_GPUS = re.compile(r"([A-Z]+=\S+ )*(bash recipes/\w[\w.]*\.sh|verl-megatron train --config-name) ?")
+OF_USER = re.compile(r"\b(MODEL|DATA)=\S+ | (actor\.path|data\.train|reward\.function)=\S*/\S+| --role \w+")
+
+
+def plan_of(line: str) -> str:
+    """A command for GPUs as a dry run, with a published shape for the user's model."""
+    shape = " actor.path=llama3-1b" * line.startswith("verl-megatron")
+    return f"{OF_USER.sub('', line)}{shape} --dry-run"
+
+
+FOR_GPUS_OF_ONE_HOST = [
+    Command(plan_of(command.line))
+    for command in COMMANDS
+    if command.note in NEEDS and FOR_GPUS.match(command.line) and "recipes/sft.sh" not in command.line
+]
 
 
 @each_command([command for command in RUNNABLE if re.match(PLANNER, command.line)])
@@ -166,7 +181,7 @@ def test_planners_run(command, tmp_path, monkeypatch):
     assert COMMANDS_OF_PROGRAM[name].load()(shlex.split(command.line)[2:]) == 0
 
 
-@each_command([command for command in RUNNABLE if not re.match(PLANNER, command.line)])
+@each_command([each for each in RUNNABLE if not re.match(PLANNER, each.line)] + FOR_GPUS_OF_ONE_HOST)
 def test_dry_runs_run(command, tmp_path):
     for folder in FOLDERS:
         (tmp_path / folder).symlink_to(ROOT / folder)  # what a command writes stays out of the repository
