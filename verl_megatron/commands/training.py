@@ -15,7 +15,9 @@ from verl_megatron.commands import refusing
 if TYPE_CHECKING:
     from verl_megatron.config import SupervisedConfig, TrainerConfig
 
-USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
+USAGE = (
+    "usage: verl-megatron {command} [--config-name RECIPE | --config FILE] [OPTION ...] [SETTING=VALUE ...]"
+)
 OPTIONS = """\
 options:
   --config-name RECIPE   a shipped recipe, without .yaml

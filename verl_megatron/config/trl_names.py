@@ -44,7 +44,7 @@ TRL: Table = {
         row(
             "vllm_importance_sampling_correction vllm_importance_sampling_mode",
             "`algorithm.correction`, `algorithm.correction_level`",
-            "TRL's default is `sequence_mask`; here off, unless `async.max_staleness` is above 0",
+            "TRL's default is `sequence_mask`; here off, unless samples are stale or rollout weights fp8",
         ),
         row(
             "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
