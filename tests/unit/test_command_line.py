@@ -205,7 +205,7 @@ def test_flags_stand_for_settings():
     assert known.overrides == [
         "++run.seed=3",
         "~run.seed",
-        "+run.seed=4",
+        "++run.seed=4",
         *("++" + setting for setting in FLAGS.values()),
     ]
 
@@ -217,10 +217,11 @@ def test_flags_stand_for_settings():
         ("http://host:80/a?b=c&d=(e)#f", "http://host:80/a?b=c&d=(e)#f"),
         ("it's.py:f", "it's.py:f"),
         ("[。,<|end|>,b]", ["。", "<|end|>", "b"]),
-        ("[1,a=b]", [1, "a=b"]),
+        ("[1,a=b]", ["1", "a=b"]),
         ("a b", "a b"),
         ("'ü'", "ü"),
-        ("[1, 2]", [1, 2]),
+        ("[1, 2]", ["1", "2"]),
+        ("['a,b',ü,1e3]", ["a,b", "ü", "1e3"]),
         ("{a:b}", {"a": "b"}),
     ],
 )

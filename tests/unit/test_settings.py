@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from verl_megatron.config import (
 )
 from verl_megatron.config.section import shown
 from verl_megatron.launch.command_line import settings_of
+from verl_megatron.rewards.plan import read_plan
 
 # ---- names and types -------------------------------------------------------------------------------------
 
@@ -330,15 +332,39 @@ def test_a_home_folder_may_be_written_as_shells_do(monkeypatch):
     assert "/home/me/mine.py:score" in found.reward.function and found.reward.format == "~/"
 
 
-@pytest.mark.parametrize("text", ["2024_01_02", "1e3", "0.10", "true", "007", "0x10", "nan"])
-def test_a_text_that_looks_like_a_number_stays_as_it_is(text):
-    _, given = settings_of([f"run.output_dir={text}", "data.train=a"])
-    assert structured(given, TrainerConfig).run.output_dir == text
+NUMBERS = ["2024_01_02", "1e3", "0.10", "true", "007", "0x10", "nan", "1:30", "off"]
 
 
-@pytest.mark.parametrize("written", ["2024_01_02", "1e3", "0.10", "true"])
-def test_what_a_recipe_reads_as_a_number_is_no_text(tmp_path, written):
-    (tmp_path / "mine.yaml").write_text(f"run: {{output_dir: {written}}}\ndata: {{train: a}}\n")
-    _, given = settings_of(["--config", str(tmp_path / "mine.yaml")])
-    with pytest.raises(ValueError, match="run.output_dir=.* is a text; put it in quotes"):
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_text_that_looks_like_a_number_stays_as_it_is(text, tmp_path):
+    settings = ["--config", str(tmp_path / "mine.yaml"), f"run.output_dir={text}", f"rollout.stop=[é,{text}]"]
+    (tmp_path / "mine.yaml").write_text(
+        f"data: {{train: [{text}, b], validation: {text}}}\n"
+        f"reward: {{function: {{{text}: math, default: exact}}}}\n"
+    )
+    config = structured(settings_of(settings)[1], TrainerConfig)
+    assert config.run.output_dir == text and config.rollout.stop == ["é", text]
+    assert config.data.train == f"{text},b" and config.data.validation == text
+    assert json.loads(config.reward.function) == {text: "math", "default": "exact"}
+
+
+@pytest.mark.parametrize("text", ["1e3", "true", "007", "gsm8k"])
+def test_so_does_a_name_of_a_mapping(text):
+    _, given = settings_of([f"reward.function={{{text}:math,default:exact}}", "data.train=[]"])
+    plan = read_plan(structured(given, TrainerConfig).reward.function)
+    assert set(plan.routes) == {text, "default"}
+
+
+def test_numbers_and_truth_values_of_a_recipe_stay_such(tmp_path):
+    text = "actor: &a {lr: 1e-5, path: 007}\ncritic: {<<: *a}\nrollout: {adaptive_sampling: true}\n"
+    (tmp_path / "mine.yaml").write_text(text + "data: {train: {a.jsonl: 1e-1, b.jsonl: 0.9}}\n")
+    config = structured(settings_of(["--config", str(tmp_path / "mine.yaml")])[1], TrainerConfig)
+    assert (config.actor.lr, config.critic.lr, config.critic.path) == (1e-5, 1e-5, "007")
+    assert config.rollout.adaptive_sampling and config.data.train == "a.jsonl:0.1,b.jsonl:0.9"
+
+
+@pytest.mark.parametrize("section", ["run={output_dir:1e3}", "rollout={stop:[a,2.50]}", "run={resume:true}", "data={train:[true]}"])
+def test_what_a_section_given_as_a_whole_reads_as_a_number_is_no_text(section):
+    _, given = settings_of(["data.validation=a", section])
+    with pytest.raises(ValueError, match="was read as a .* is a text; put it in quotes"):
         structured(given, TrainerConfig)

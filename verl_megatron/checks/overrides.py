@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SCHEMAS, Section, name_here, present_name
+from verl_megatron.config.rollout import sampling_table
 from verl_megatron.config.section import names_of, shown
 
 Schema = TypeVar("Schema")
@@ -104,10 +105,13 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
     if name in PATHS:
         value = _with_home(value)
     many = fields[name].metadata.get("many")
-    if fields[name].type is str and _is_ambiguous(value, takes_truth=many is not None):
+    is_text = fields[name].type in (str, list[str])
+    misread = _misread(value, takes_truth=many is sampling_table) if is_text else None
+    if misread is not None:
+        where = "" if misread is value else f": {misread!r}"
         return (
-            f"{section_name}.{name}={short_repr(value)} was read as a {type(value).__name__}, and the "
-            "setting is a text; put it in quotes"
+            f"{section_name}.{name}={short_repr(value)}{where} was read as a {type(misread).__name__}, and "
+            "the setting is a text; put it in quotes"
         )
     try:
         section[name] = _literal(many(value) if many else value)
@@ -159,11 +163,16 @@ def _with_home(value: Any) -> Any:
     return value
 
 
-def _is_ambiguous(value: Any, *, takes_truth: bool) -> bool:
-    """Whether a value may have been written as another text, such as 1e3, 2024_01_02 or off in YAML."""
-    if isinstance(value, bool):
-        return not takes_truth
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) >= LEAST_GROUPED)
+def _misread(value: Any, *, takes_truth: bool) -> float | bool | None:
+    """Return a value that may have been written as another text, such as 1e3, 2024_01_02 or off in YAML.
+
+    In a list it is an entry, in a mapping a name; None if there is none.
+    """
+    for each in value if isinstance(value, list | dict) else [value]:
+        is_number = isinstance(each, float) or (isinstance(each, int) and abs(each) >= LEAST_GROUPED)
+        if is_number or (isinstance(each, bool) and not takes_truth):
+            return each
+    return None
 
 
 def _literal(value: Any) -> Any:

@@ -15,6 +15,7 @@ MOST_BYTES = 1 << 20
 TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 }
+TEXT = "tag:yaml.org,2002:str"
 MOST_VALUES = 100_000  # with aliases expanded: a few lines can expand to billions
 
 

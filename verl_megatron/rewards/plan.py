@@ -153,12 +153,12 @@ def _mapping(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _without_quotes(text: str) -> Any:
     """Read a list or a mapping whose texts have no quotes."""
-    items = _split(text[1:-1])
+    items = split_outer(text[1:-1])
     if text[0] == "[":
         return [_bare(item) for item in items]
     found: dict[str, Any] = {}
     for item in items:
-        key, *values = _split(item, at=":")
+        key, *values = split_outer(item, at=":")
         key = _without_marks(key.strip())
         if key in found:
             raise _TwiceError(key)
@@ -175,7 +175,7 @@ def _without_marks(text: str) -> str:
     return text[1:].removesuffix(text[0]) if text[:1] in QUOTES else text
 
 
-def _split(text: str, *, at: str = ",") -> list[str]:
+def split_outer(text: str, *, at: str = ",") -> list[str]:
     """Split at the signs `at` that stand outside brackets and quotes."""
     parts, depth, mark = [""], 0, ""
     for letter in text:
