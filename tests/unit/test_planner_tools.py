@@ -142,11 +142,25 @@ def test_every_algorithm_is_planned_with_the_samples_that_it_compares(name):
         (["--model", "llama3-8b", "--gpus", "12"], "--gpus 12 are no whole hosts of 8"),
         (
             ["--model", "llama3-8b", "--gpus", "8", "engine.recompute"],
-            "settings engine.recompute: no value is given",
+            "'engine.recompute' has no value; settings are SECTION.SETTING=VALUE",
         ),
         (
             ["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"],
             "77 samples do not split into algorithm.num_mini_batches=4",
+        ),
+        (["--model", "llama3-8b", "--gpus", "8", "rollout.stop=["], "'rollout.stop=[' cannot be read"),
+        (["--model", "llama3-8b", "--gpus", "8", "=3"], "'=3' cannot be read (it names no setting)"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--response", "100", "rollout.max_tokens=9"],
+            "--response 100 and rollout.max_tokens=9 differ; leave one of them out",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "actor.path=llama3-1b"],
+            "--model llama3-8b and actor.path=llama3-1b differ",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--compare", ".", "--json", "x.json"],
+            "--json x.json takes candidates, and --compare has none; leave one out",
         ),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),

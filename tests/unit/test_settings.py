@@ -363,7 +363,9 @@ def test_numbers_and_truth_values_of_a_recipe_stay_such(tmp_path):
     assert config.rollout.adaptive_sampling and config.data.train == "a.jsonl:0.1,b.jsonl:0.9"
 
 
-@pytest.mark.parametrize("section", ["run={output_dir:1e3}", "rollout={stop:[a,2.50]}", "run={resume:true}", "data={train:[true]}"])
+@pytest.mark.parametrize(
+    "section", ["run={output_dir:1e3}", "rollout={stop:[a,2.50]}", "run={resume:true}", "data={train:[true]}"]
+)
 def test_what_a_section_given_as_a_whole_reads_as_a_number_is_no_text(section):
     _, given = settings_of(["data.validation=a", section])
     with pytest.raises(ValueError, match="was read as a .* is a text; put it in quotes"):

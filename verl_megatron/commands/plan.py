@@ -9,16 +9,13 @@ without.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from typing import Any
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.remote.models import is_remote, local_folder
@@ -30,6 +27,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
+from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.options import COUNT, Options, check_output
 from verl_megatron.model_specs import (
     SCORERS,
@@ -63,6 +61,15 @@ GIVEN_BY = {
     "reference": ("algorithm.kl_coef", "set it above 0"),
     "reward": ("reward.path", "name a model"),
     "teacher": ("teacher.path", "name a model"),
+}
+OPTIONS = {  # options that stand for a setting
+    "actor.path": "model",
+    "critic.path": "critic",
+    "data.max_prompt_tokens": "prompt",
+    "data.samples_per_prompt": "samples_per_prompt",
+    "rollout.max_tokens": "response",
+    "algorithm.name": "algorithm",
+    "algorithm.num_mini_batches": "mini_batches",
 }
 EXAMPLES = (
     "--model llama3-8b --gpus 8",
@@ -116,6 +123,19 @@ def _placed(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {"rollout": rollout, "async": {"max_staleness": 1}} | dict.fromkeys(given.apart, scoring)
 
 
+def _check_own(given: argparse.Namespace, own: dict[str, Any]) -> None:
+    """Raise ValueError if an option and a setting give one thing two values."""
+    for setting, option in OPTIONS.items():
+        section, _, name = setting.partition(".")
+        values, said = own.get(section), getattr(given, option)
+        is_given = said != parser().get_default(option)
+        if is_given and isinstance(values, dict) and values.get(name, said) != said:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {said} and {setting}={values[name]} differ; leave one of them "
+                "out"
+            )
+
+
 def _check_apart(config: TrainerConfig, names: Sequence[str]) -> None:
     """Raise ValueError if --apart names a model that the run does not have."""
     for name in names:
@@ -138,7 +158,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             f"--samples-per-iteration {total} must be a multiple of --samples-per-prompt {samples}; "
             "change one of them"
         )
-    settings = {
+    settings: dict[str, Any] = {
         "actor": {"path": given.model},
         "critic": {"path": given.critic or given.model},
         "data": {
@@ -154,14 +174,11 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
         },
     }
-    try:
-        overrides = OmegaConf.merge(settings, _placed(given), OmegaConf.from_dotlist(given.settings))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(
-            f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE"
-        ) from None
-    if unassigned := [setting for setting in given.settings if "=" not in setting]:
-        raise ValueError(f"settings {' '.join(unassigned)}: no value is given; write SECTION.SETTING=VALUE")
+    own = settings_of(given.settings)[1]
+    _check_own(given, own)
+    for part in (_placed(given), own):
+        for section, values in part.items():
+            settings[section] = settings.get(section, {}) | values if isinstance(values, dict) else values
     names = [setting.split("=")[0] for setting in given.settings]
     searched = CHOSEN + (SCORING if given.separate else ())
     if not given.compare and (chosen := [name for name in names if name in searched]):
@@ -169,7 +186,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
             "recipe's --dry-run to plan one run"
         )
-    config = structured(cast(DictConfig, overrides), TrainerConfig)
+    config = structured(settings, TrainerConfig)
     refuse(check_values(config))  # before the models are opened
     _check_apart(config, given.apart)
     for option, model in (
@@ -244,7 +261,7 @@ def common_settings(config: TrainerConfig, *, chosen: Sequence[str] = ()) -> lis
         defaults = sections_of(usual)[section]
         names = (setting.name for setting in fields(values) if setting.name not in ("path", "train"))
         found += [
-            f"{section}.{name}={getattr(values, name)}"
+            shlex.quote(f"{section}.{name}={getattr(values, name)}")
             for name in names
             if getattr(values, name) != getattr(defaults, name) and f"{section}.{name}" not in chosen
         ]
@@ -350,10 +367,10 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer"
             )
+        if given.json and given.compare:
+            raise ValueError(f"--json {given.json} takes candidates, and --compare has none; leave one out")
         if given.json:
-            metrics = [Path(given.compare, METRICS_FILE)] if given.compare else []
-            read = [Path(given.model, "config.json"), given.gpu, *metrics]
-            check_output("--json", given.json, inputs=read)
+            check_output("--json", given.json, inputs=[Path(given.model, "config.json"), given.gpu])
         machine = find_machine(given.gpu)
         config = base_config(given)
         searches_splits = given.separate and not given.compare
