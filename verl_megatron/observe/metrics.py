@@ -100,9 +100,15 @@ class Sums:
         """
         names = sorted(ranks.union([*self._totals, *self._maxima]))
         cells = to_floats([cell for name in names for cell in self._totals.get(name, (0.0, 0))])
-        totals_and_counts = ranks.all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
-        maxima = to_floats([self._maxima.get(name, -math.inf) for name in names])
-        maxima = ranks.all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
+        largest = torch.tensor(
+            to_floats([self._maxima.get(name, -math.inf) for name in names]), dtype=torch.float64
+        )
+        # Gloo's maximum loses a NaN unless the first rank has it, so NaNs are counted.
+        is_nan = largest.isnan()
+        summed = ranks.all_sum(torch.cat([torch.tensor(cells, dtype=torch.float64), is_nan.double()]))
+        totals_and_counts = summed[: len(cells)].view(-1, 2).tolist()
+        maxima = ranks.all_max(largest.masked_fill(is_nan, -math.inf))
+        maxima = maxima.masked_fill(summed[len(cells) :] > 0, math.nan).tolist()
         means = {
             name: total / count
             for name, (total, count) in zip(names, totals_and_counts, strict=True)
