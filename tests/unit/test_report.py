@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import time
 
@@ -156,6 +157,12 @@ def test_a_cut_line_and_lines_of_something_else_are_left_out_and_told(tmp_path):
     ]
     html = render([run])
     assert all(note in html for note in run.notes)
+
+
+def test_names_that_are_no_text_are_escaped(tmp_path):
+    folder = write_run(tmp_path / os.fsdecode(b"\xff"), [{"step": 1, "a/\ud800": 1.0}])
+    write_report(folder / "report.html", [read_run(folder)])
+    assert r"a/\ud800" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 BAD = {

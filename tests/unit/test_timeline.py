@@ -136,8 +136,18 @@ def test_the_trace_has_a_complete_event_of_work_and_one_of_waiting_for_each_phas
     assert (timeline.phases_s, timeline.wall_s, timeline.waiting_share) == (4.0, 5.0, 1.5 / 8)
 
 
+def trace_from(start: str, *, rank: str = "0") -> str:
+    """The text of a trace with one phase."""
+    work, wait = (f'{{"ph": "X", "pid": {rank}, "name": "a", "ts": {at}, "dur": 1}}' for at in (start, 2))
+    return f'{{"traceEvents": [{work}, {wait}], "otherData": {{"wall_s": 1}}}}'
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": {}, "otherData": 1}']
+    "text",
+    [
+        *("", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": {}, "otherData": 1}'),
+        *(trace_from("NaN"), trace_from("1e999"), trace_from("9" * 400), trace_from("0", rank="NaN")),
+    ],
 )
 def test_what_is_no_timeline_is_refused_by_name(tmp_path, text):
     (tmp_path / "timeline.json").write_text(text)

@@ -13,7 +13,7 @@ IDS = "tracking.json"  # ids of the run at services, by name of the sink
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a killed run leaves the old or the new one.
+    """Write a file atomically: a killed run leaves the old or the new one. Lone surrogates are escaped.
 
     Raises:
         OSError: it cannot be written, or the name is that of a device, which a file must not replace.
@@ -22,7 +22,7 @@ def replace_text(path: Path, text: str) -> None:
         raise OSError(errno.EINVAL, "it is a device", str(path))
     scratch = path.with_suffix(path.suffix + ".new")
     scratch.unlink(missing_ok=True)
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(scratch, path)
 
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -196,11 +196,11 @@ class Timeline:
                 elif event["name"] == "process_labels":
                     worlds[event["pid"]] = str(event["args"]["labels"])
             ranks = [
-                RankPhases(rank=rank, events=_phases_of(events), world=worlds.get(rank, ""))
+                RankPhases(rank=int(rank), events=_phases_of(events), world=worlds.get(rank, ""))
                 for rank, events in sorted(by_rank.items())
             ]
             return cls(tuple(ranks), trace["otherData"]["wall_s"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no timeline ({error!r}); a run with timeline in run.track_metrics writes one"
             ) from None
@@ -226,4 +226,7 @@ def _phases_of(events: list[dict]) -> tuple[PhaseEvent, ...]:
 
 def _joined(work: dict, wait: dict) -> PhaseEvent:
     start, busy_end = work["ts"] / 1e6, wait["ts"] / 1e6
-    return PhaseEvent(work["name"], start, busy_end, busy_end + wait["dur"] / 1e6)
+    end = busy_end + wait["dur"] / 1e6
+    if not isfinite(start + end):
+        raise ValueError(f"a phase from {start} to {end} s")
+    return PhaseEvent(str(work["name"]), start, busy_end, end)
