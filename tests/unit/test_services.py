@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import posixpath
+import re
 
 import pytest
 
 from tests.processes import eventually
+from verl_megatron.observe.services import accepted
 from verl_megatron.observe.tracking import MetricsTracker, coloured, console_line
 
 
@@ -100,6 +103,20 @@ def test_a_service_that_cannot_be_reached_is_a_sentence_at_the_start_and_a_warni
     track(folder, "mlflow", FIRST)
     said = capsys.readouterr().out
     assert said == "warning: mlflow takes no metrics (ConnectionError: no route to host)\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("reward/source/openai/gsm8k", "reward/source/openai/gsm8k"),
+        ("reward/source/数学 (train)", "reward/source/数学 _train_"),
+        ("validation/source/https://hub//a/../b/", "validation/source/https_/_/hub/_/a/_/b/_"),
+    ],
+)
+def test_names_of_metrics_that_mlflow_takes(key, name):
+    assert accepted(key) == name
+    # mlflow.utils.validation refuses all others
+    assert re.fullmatch(r"[/\w.\- ]*", name) and posixpath.normpath(name) == name
 
 
 def test_a_damaged_file_of_ids_starts_a_new_run(folder):

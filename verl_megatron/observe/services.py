@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 from verl_megatron.observe.destination import Destination
@@ -90,11 +91,20 @@ class MLflow:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self._patient.trying():
-            self._mlflow.log_metrics(metrics, step=step)
+            self._mlflow.log_metrics({accepted(key): value for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         with self._patient.trying():
             self._mlflow.end_run()
+
+
+def accepted(key: str) -> str:
+    """Return the name of a metric with `_` for what MLflow refuses, and with it the whole row.
+
+    Names have letters, digits, spaces and `_-./`. Parts between slashes are not empty, and no dots alone.
+    """
+    parts = re.sub(r"[^\w. /-]", "_", key).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)
 
 
 def _flat(settings: dict) -> dict[str, str]:
