@@ -72,7 +72,7 @@ def check(arguments: list[str]) -> int:
 
 def _survey(file: str, model: str, kind: str | None, settings: list[str]) -> tuple[str, dict[str, Any]]:
     """Return the kind of rows and their survey."""
-    from verl_megatron.data.survey import first_row, kind_of, survey, survey_rows
+    from verl_megatron.data.survey.survey import first_row, kind_of, survey, survey_rows
 
     kind = kind or _kind_of(kind_of(first_row(file)[1]))
     config = _data_section(kind, file, settings)

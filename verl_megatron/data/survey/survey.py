@@ -1,28 +1,24 @@
 """What a run would read of its data files, in numbers and examples."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
-from verl_megatron.data.chat import Message, Messages
 from verl_megatron.data.columns import Columns
 from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.pairs import READERS
 from verl_megatron.data.prompts import Demonstration
 from verl_megatron.data.row_reader import RowReader
+from verl_megatron.data.survey.characters import CharacterTokenizer
 from verl_megatron.data.tokenizer import Tokenizer
 
 EXAMPLES = 3
-# Of a message, and of a response: no text has them, as Unicode keeps them from being characters.
-BEGIN, END = "\U0010fffe", "\U0010ffff"
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 DataSection = DataConfig | SFTDataConfig | PairDataConfig
@@ -129,38 +125,6 @@ def _first_values(files: list[DataFile], config: DataSection) -> Iterator[dict[s
                 if key and name in wanted
             }
             yield {"row": f"{file.path}, {file.unit} {number}"} | values
-
-
-class CharacterTokenizer(Tokenizer):
-    """A stand-in for one that is not known, so that rows get all checks of a run that need none.
-
-    A token is a character. The chat template takes every role, and writes what messages say.
-    """
-
-    def __init__(self):
-        end = ord(END)
-        hf = {"eos_token_id": end, "all_special_ids": [end], "name_or_path": "", "decode": chr}
-        super().__init__(SimpleNamespace(**hf, get_vocab=lambda: ["a"]))
-
-    def _template(self) -> None:
-        return None
-
-    def _rendered(self, chats: list[Messages]) -> list[str]:
-        return ["".join(map(_written, messages)) for messages in chats]
-
-    def _continuation(self, messages: Messages, answer: Message) -> tuple[str, str]:
-        return self._rendered([messages])[0], _written(answer)
-
-    def _ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        return [list(map(ord, text)) for text in texts]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(token) for token in ids if token < ord(BEGIN))
-
-
-def _written(message: Message) -> str:
-    called = json.dumps(calls) if (calls := message.get("tool_calls")) else ""
-    return BEGIN + (message.get("content") or "") + called + END * (message["role"] == "assistant")
 
 
 def _no_curriculum(dataset: RowReader) -> str:

@@ -1,0 +1,1 @@
+"""What a run would read of its data files."""
