@@ -159,6 +159,17 @@ REFUSED = [
     (["recipes", "copy", "ppo_toy_cpu", "n" * 300], "cannot be written (File name too long); name a folder"),
     (["report", "n" * 300], "File name too long; name another file or folder"),
     (["evaluate", "a", "b", "actor.path=c"], "actor.path is an argument of its own"),
+    (["generate", "a", "b", "--out", "c", "reward.function=match"], "  - reward.function='match' is for sc"),
+    (["train", "--ranks", "\u0663"], "must be a whole number from 1 to 1024; change it"),
+    (["train", "data.train=x", "--gpu", "h100"], "--gpu 'h100' is for a plan; give --dry-run too, or"),
+    (["train", "data.train=x", "--resolve"], "--resolve is for what --cfg shows; give --cfg job too, or"),
+    (
+        ["train", "--nnodes", "2"],
+        "--ranks of verl-megatron train); rename it\n",
+    ),
+    (["doctor", "--ranks", "2"], "--ranks 2 are those of a recipe's run; name one, or leave it out"),
+    (["export", ""], "argument RUN: its value is empty; give one (--help lists the options)"),
+    (["report", "outputs/toy/ppo", " "], "argument DIR: its value is empty; give one (--help"),
 ]
 
 

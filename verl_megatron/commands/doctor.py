@@ -39,6 +39,8 @@ def run(arguments: list[str]) -> int:
     )
     if case.settings and not case.recipe:
         raise ValueError(f"{case.settings[0]} is a setting without a recipe; name the recipe before it")
+    if case.ranks and not case.recipe:
+        raise ValueError(f"--ranks {case.ranks} are those of a recipe's run; name one, or leave it out")
     colour, width = wants_colour(sys.stdout), min(shutil.get_terminal_size((100, 0)).columns, 120)
     findings: list[tuple[str, Finding]] = []
     last = ""

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Iterable
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.launch.options import COUNT, Options, add_launcher_options, check_output
@@ -92,7 +93,7 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     evaluation = Evaluation(settings=settings, out=given.out, samples=given.samples, scored=scored)
     ranks = launched.ranks or ranks_of(evaluation.config())
     note = evaluation.fit_lengths()
-    refuse([_as_given(problem) for problem in evaluation.problems(world_size=ranks)])
+    refuse([_as_given(problem, values) for problem in evaluation.problems(world_size=ranks)])
     if note:
         print(note)
     start(
@@ -132,9 +133,13 @@ def _folder(model: str) -> str:
         raise ValueError(f"MODEL {shown(model)}: {error}") from None
 
 
-def _as_given(problem: str) -> str:
-    """Name an argument of the command line instead of the setting that it becomes."""
-    for setting, argument in ARGUMENTS.items():
+def _as_given(problem: str, settings: Iterable[str]) -> str:
+    """Name an argument of the command line instead of the setting that it becomes.
+
+    Args:
+        settings: those that are given by arguments.
+    """
+    for setting in settings:
         if problem.startswith(f"{setting}="):
-            return f"{argument} {problem.removeprefix(setting)[1:]}"
+            return f"{ARGUMENTS[setting]} {problem.removeprefix(setting)[1:]}"
     return problem

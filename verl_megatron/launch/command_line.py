@@ -40,6 +40,7 @@ from verl_megatron.model_specs import SCORERS
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
+GPU = "h200"  # for which a dry run plans
 RECIPE = "recipe"  # its name in Hydra's store
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
@@ -144,7 +145,7 @@ def _parser() -> _Parser:
         metavar="ROLE",
         help="the world that these ranks are: train, rollout, rollout:1 of several, or a frozen model",
     )
-    parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
+    parser.add_argument("--gpu", help=f"for which a dry run plans (default: {GPU})")
     parser.add_argument(
         "--track_metrics", action="store_true", help="metrics go to the console and to every kind of file"
     )
@@ -216,6 +217,11 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
             f"--config {short_repr(known.config)} and --config-name {short_repr(known.config_name)} name two "
             "recipes; leave one of them out"
         )
+    if known.gpu and not known.dry_run:
+        raise ValueError(f"--gpu {short_repr(known.gpu)} is for a plan; give --dry-run too, or leave it out")
+    if known.resolve and not known.cfg:
+        raise ValueError("--resolve is for what --cfg shows; give --cfg job too, or leave it out")
+    known.gpu = known.gpu or GPU
     known.overrides = [override_of(argument) for argument in rest] + [
         override_of(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]
@@ -230,7 +236,8 @@ def _about_option(argument: str, options: list[str]) -> str:
     if name.startswith("--") and "." in setting:
         return f"{said}; settings have no dashes: write {setting}={value or 'VALUE'}"
     if theirs := name_here(setting):
-        return f"{said}: {theirs}, as SECTION.SETTING=VALUE"
+        is_setting = any(ours in theirs for ours in every_setting())
+        return f"{said}: {theirs}" + ", as SECTION.SETTING=VALUE" * is_setting
     if setting in COUNTS_OF_RANKS and "--ranks" in options:
         return f"{said}; --ranks N says how many processes start, each with a GPU"
     ours = [f"{each}={value or 'VALUE'}" for each in every_setting() if each.partition(".")[2] == setting]

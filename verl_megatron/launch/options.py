@@ -63,9 +63,10 @@ class Options(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Read what is given for an argument as argparse does, but refuse an option's empty value."""
-        if action.option_strings and not all(text.strip() for text in arg_strings):
-            raise argparse.ArgumentError(action, "its value is empty; give one, or leave the option out")
+        """Read what is given for an argument as argparse does, but refuse an empty value."""
+        if not all(text.strip() for text in arg_strings):
+            instead = ", or leave the option out" * bool(action.option_strings)
+            raise argparse.ArgumentError(action, f"its value is empty; give one{instead}")
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,7 +83,9 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         text = getattr(given, name)
         if text is None:
             text = "0"
-        elif not (isinstance(text, str) and text.isdecimal() and least <= int(text[:7]) <= MOST_LOCAL):
+        elif not (
+            isinstance(text, str) and re.fullmatch("[0-9]+", text) and least <= int(text[:7]) <= MOST_LOCAL
+        ):
             raise ValueError(
                 f"{option} {short_repr(text)} must be a whole number from {least} to {MOST_LOCAL}; change it"
             )
