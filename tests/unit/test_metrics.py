@@ -121,6 +121,15 @@ def test_phase_timer_adds_up_and_starts_over():
     assert list(timer.pop()) == ["other"]
 
 
+def test_memory_is_that_of_phases_since_the_last_iteration():
+    timer = PhaseTimer(used_memory=lambda: 7)
+    for name in ("validation", "rollout"):
+        with timer.phase(name):
+            pass
+        assert timer.memory_bytes == {name: 7}
+        timer.pop()
+
+
 def test_batch_sums_match_a_loop():
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
     logprobs, sampler, reference = (

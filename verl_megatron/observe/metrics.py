@@ -176,7 +176,7 @@ class PhaseTimer:
         # The last iterations that `pop` has ended, if they are recorded.
         self.iterations: deque[RecordedIteration] = deque(maxlen=1)
         self.seconds: dict[str, float] = {}  # since the last pop()
-        self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
+        self.memory_bytes: dict[str, int] = {}  # in use at the end of each of these phases
 
     def record(self, wait_for_others: Callable[[], object], *, iterations: int = 1) -> None:
         """Record the start and end of each phase of the last `iterations` from now on.
@@ -255,7 +255,8 @@ class PhaseTimer:
         seconds = self.seconds | {"other": wall_s - self._inside_s}
         if self._wait_for_others is not None:
             self.iterations.append(RecordedIteration(tuple(self._events), self._began_at, wall_s))
-        self.seconds, self._events, self._popped_s, self._inside_s = {}, [], now, 0.0
+        self.seconds, self.memory_bytes, self._events = {}, {}, []
+        self._popped_s, self._inside_s = now, 0.0
         return seconds
 
 
