@@ -15,6 +15,7 @@ import verl_megatron
 from parallel.runtime.refusal import complain, nearest, short_repr
 from verl_megatron.commands.interrupts import end_interrupted, take_interrupts
 from verl_megatron.commands.streams import prepare_streams
+from verl_megatron.launch.options import words_of
 
 PROGRAM = "verl-megatron"
 # Errors that a file or folder causes which the user has named.
@@ -89,7 +90,7 @@ def refusing() -> Iterator[None]:
     except OSError as error:
         if error.errno not in OF_A_PATH or error.filename is None:
             raise
-        complain(f"{short_repr(str(error.filename))}: {error.strerror}; name another file or folder")
+        complain(words_of(error))
 
 
 @refusing()

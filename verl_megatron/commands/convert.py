@@ -15,7 +15,7 @@ from parallel.convert.compare import describe, differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options, whole_number
+from verl_megatron.launch.options import Options, whole_number, words_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -109,7 +109,7 @@ def run(arguments: list[str]) -> int:
     try:
         return COMMANDS[options.command](options)
     except (ValueError, OSError) as error:
-        command_line.error(" ".join(str(error).split()))
+        command_line.error(" ".join(words_of(error).split()))
 
 
 def _hf_to_mcore(options) -> int:

@@ -28,7 +28,7 @@ from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.command_line import settings_of
-from verl_megatron.launch.options import COUNT, Options, check_output
+from verl_megatron.launch.options import COUNT, Options, check_output, words_of
 from verl_megatron.model_specs import (
     SCORERS,
     has_worlds,
@@ -392,7 +392,7 @@ def run(arguments: list[str]) -> int:
             given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
         return 0 if result.fitting else 1
     except (ValueError, OSError) as error:
-        options.error(str(error))
+        options.error(words_of(error))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parallel.reshard.plan import compile_plan
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import Options, check_output
+from verl_megatron.launch.options import Options, check_output, words_of
 from verl_megatron.planner.reshard.case import HOST_RANKS, MAX_RANKS, read_case
 from verl_megatron.planner.reshard.picture import draw
 from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
@@ -155,7 +155,7 @@ def run(arguments: list[str]) -> int:
             draw(case, flows, options.png)
         return 0
     except (ValueError, OSError) as error:
-        command_line.error(str(error))
+        command_line.error(words_of(error))
 
 
 def _check_files(json_path: Path | None, png_path: Path | None, read: Path) -> None:

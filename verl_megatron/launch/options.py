@@ -64,7 +64,8 @@ class Options(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Read what is given for an argument as argparse does, but refuse an empty value."""
-        if not all(text.strip() for text in arg_strings):
+        is_command = action.nargs == argparse.PARSER  # whose own arguments these are, too
+        if not is_command and not all(text.strip() for text in arg_strings):
             instead = ", or leave the option out" * bool(action.option_strings)
             raise argparse.ArgumentError(action, f"its value is empty; give one{instead}")
         return super()._get_values(action, arg_strings)
@@ -94,11 +95,20 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(UNKNOWN):
-            message += nearest(message.removeprefix(UNKNOWN).split("=")[0].split(" ")[0], self.option_names())
+            name = re.split("[= ]", message.removeprefix(UNKNOWN))[0]
+            # a command may have no option of another one
+            message += nearest(name, [option for option in self.option_names() if option != name])
         text = f"{readable(message)} (--help lists the options)"
         if "RANK" in os.environ:  # all ranks have these arguments
             complain(text, agreed=True)
         self.exit(2, f"error: {text}\n")
+
+
+def words_of(error: ValueError | OSError) -> str:
+    """Return the words of a user error; those of a file or folder name it, with a remedy."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{short_repr(str(error.filename))}: {error.strerror}; name another file or folder"
+    return str(error)
 
 
 def whole_number(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
