@@ -83,7 +83,7 @@ BAD_SETTINGS = {
     "only long prompts": (
         1,
         ["data.max_prompt_tokens=4", "data.overlong=drop"],
-        ["nothing to train on", "data.max_prompt_tokens=4"],
+        ["nothing to read", "data.max_prompt_tokens=4; raise it"],
     ),
     "empty data": (1, ["data.train={}/empty.jsonl"], ["empty.jsonl", "no rows"]),
     "no validation file": (

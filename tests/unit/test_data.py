@@ -84,7 +84,7 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5))
     dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5, overlong="drop"))
     assert [prompt.text for prompt in dataset] == ["xxx", "xxxx"] and dataset.dropped == 2
-    with pytest.raises(ValueError, match="all 4 rows are longer than data.max_prompt_tokens=2"):
+    with pytest.raises(ValueError, match="all 4 rows are longer than data.max_prompt_tokens=2; raise it"):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"))
     first = PromptDataset(
         path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"), max_rows=3

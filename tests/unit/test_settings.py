@@ -73,6 +73,7 @@ def test_all_wrong_names_and_types_are_said_at_once():
     with pytest.raises(ValueError) as error:
         structured(overrides, TrainerConfig)
     text = str(error.value)
+    assert "rollout.stop_token_ids=['a'] has a wrong type" in text and "give a value like [1, 2]" in text
     for words in (
         'actor.lrr is no setting, did you mean "lr"?',
         "actor.lr='fast' has a wrong type",

@@ -188,4 +188,7 @@ def _example(section: DictConfig, name: str) -> str:
     default = getattr(cast(type, OmegaConf.get_type(section))(), name)
     if default == MISSING:
         return "train.jsonl"  # only data files have to be given
-    return f"{default!r}" if default != [] else "[a, b]"
+    if default == []:
+        is_text = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__[name].type == list[str]
+        return "[a, b]" if is_text else "[1, 2]"
+    return f"{default!r}"

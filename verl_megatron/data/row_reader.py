@@ -88,11 +88,11 @@ class RowReader(Sequence):
         self.shares = self._shares()
         if not self._items and self.is_whole:  # otherwise later rows may be short enough
             why = (
-                f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}"
+                f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}; raise it"
                 if self.dropped
-                else "it has no rows"
+                else "it has no rows; write some"
             )
-            raise ValueError(f"data file {path} gives nothing to train on: {why}")
+            raise ValueError(f"data file {path} gives nothing to read: {why}")
 
     def share(self) -> Handle:
         """Return what another process of this host needs to open these rows while they are open here."""
