@@ -1,6 +1,5 @@
 """The command line: help, what it refuses, recipes anywhere, and how many ranks a run gets."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import ROOT, environment_of_ranks
-from verl_megatron.commands import COMMANDS, convert, main
+from verl_megatron.commands import COMMANDS, main
 from verl_megatron.commands.benchmark import BENCHMARKS
 from verl_megatron.config import SCHEMAS, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
@@ -187,14 +186,6 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, m
         main(arguments)
     shown = capfd.readouterr().err
     assert ended.value.code == 2 and said in shown and shown.count("error: ") == 1, shown
-
-
-def test_a_file_that_fails_later_is_named_with_the_remedy(capsys, monkeypatch):
-    monkeypatch.setitem(convert.COMMANDS, "inspect", lambda options: os.mkdir("/proc/a.partial"))
-    with pytest.raises(SystemExit):
-        convert.run(["inspect", "a"])
-    said = "error: '/proc/a.partial': No such file or directory; name another file or folder (--help"
-    assert capsys.readouterr().err.startswith(said)
 
 
 def test_variables_are_looked_at_before_ranks_start(monkeypatch):

@@ -217,3 +217,11 @@ def test_a_target_that_is_there_is_refused_before_the_work(tmp_path, make):
     with pytest.raises(ValueError, match="target exists already; remove it or name another folder"):
         with staged(tmp_path / "target"):
             pytest.fail("the work began")
+
+
+def test_a_file_that_fails_later_is_named_with_the_remedy(capsys, monkeypatch):
+    monkeypatch.setitem(convert.COMMANDS, "inspect", lambda options: os.mkdir("/proc/a.partial"))
+    with pytest.raises(SystemExit):
+        convert.run(["inspect", "a"])
+    said = "error: '/proc/a.partial': No such file or directory; name another file or folder (--help"
+    assert capsys.readouterr().err.startswith(said)
