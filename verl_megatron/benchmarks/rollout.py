@@ -8,8 +8,8 @@ Weights are random and every response ends at its given length. With --mixed, pr
 length, and responses between 1/8 and all of what remains. Random text has nothing to draft from: --repeat 0.9
 writes weights whose text goes on in a circle, each token with this probability.
 
---profile tells where the time of a decoding step goes on the first rank: in vLLM's process both ways, and on the
-GPU.
+--profile tells where the time of a decoding step goes on the first rank: in vLLM's process, both ways, and
+on the GPU.
 """
 
 import argparse

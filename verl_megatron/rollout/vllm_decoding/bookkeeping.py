@@ -102,7 +102,7 @@ class _SlotsInUse:
     @classmethod
     def of(cls, manager: Any) -> "_SlotsInUse | None":
         """Return those of a manager; None if it has other layers or is of an unknown version."""
-        groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+        groups: Sequence[Any] = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
         if [type(group).__name__ for group in groups] != ["FullAttentionManager"]:
             return None
         (group,) = groups
