@@ -78,7 +78,7 @@ def check_bookkeeping(actor):
     def schedule(*args):
         found = type(scheduler).schedule(scheduler, *args)
         cached = found.scheduled_cached_reqs
-        blocks = [ids and [len(group) for group in ids] for ids in cached.new_block_ids]
+        blocks = [list(map(len, ids or ())) for ids in cached.new_block_ids]
         steps.append(
             (
                 [*found.num_scheduled_tokens.values()],

@@ -5,6 +5,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch.torch_version import TorchVersion
 from parallel.runtime import endings, preemption
 from parallel.runtime.preemption import EXIT_STATUS, Preemption, usual_grace_s
 from tests.processes import eventually
+from verl_megatron.config.run import RunConfig
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
 
 PATIENCE_S = 30
 
@@ -98,6 +102,17 @@ def test_a_run_that_is_saving_is_not_ended_by_its_grace():
     with forked(run) as pid:
         os.kill(pid, signal.SIGTERM)
         assert end_of(pid) == 0
+
+
+@pytest.mark.parametrize(("step", "is_held"), [(3, False), (4, True)])
+def test_all_that_follows_the_last_iteration_is_saving(step, is_held):
+    run = RunConfig(iterations=4, save_interval=0)
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(run=run), state=SimpleNamespace(step=step), preemption=Preemption(grace_s=1)
+    )
+    trainer.is_due = lambda interval: False
+    BaseTrainer.save_if_due(trainer)
+    assert trainer.preemption._held.is_set() == is_held
 
 
 def test_a_second_sigterm_ends_at_once_and_a_copy_does_not(capfd, monkeypatch):

@@ -219,7 +219,10 @@ class BaseTrainer:
     def save_if_due(self) -> None:
         """Write a checkpoint if one is due, and after the last iteration if there are any."""
         run = self.config.run
-        if self.is_due(run.save_interval) or (self.state.step == run.iterations and run.save_interval):
+        is_last = self.state.step == run.iterations
+        if is_last:
+            self.preemption.hold()  # all that is left is saving
+        if self.is_due(run.save_interval) or (is_last and run.save_interval):
             self.save()
 
     def save(self, *, cursor: dict | None = None) -> None:
@@ -255,6 +258,7 @@ class BaseTrainer:
 
     def export(self) -> None:
         """Export each trained model as a Hugging Face folder in output_dir; a value head with its trunk."""
+        self.preemption.hold()
         for spec in models_of(self.config):
             for name, head in spec.exports.items() if spec.trainable else ():
                 folder, engine = self.output_dir / name, self.roles[spec.name].engine
