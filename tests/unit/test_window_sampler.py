@@ -216,17 +216,19 @@ def test_each_group_is_used_once_and_none_is_too_old(staleness, interval, deaths
     assert seen == [PROMPTS[i] for i in plain.draw(P * LAST)]
 
 
+@pytest.mark.parametrize("stalenesses", [(2,), (0, 1, 2)])
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed, interval):
-    draw, fleet = random.Random(seed), Fleet(seed, deaths=0.1)
-    sampler, source = sampler_of(fleet, staleness=2, interval=interval)
+def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed, interval, stalenesses):
+    """Also under another staleness."""
+    draw, fleet, staleness = random.Random(seed), Fleet(seed, deaths=0.1), 2
+    sampler, source = sampler_of(fleet, staleness=staleness, interval=interval)
     iteration, used, saved = 1, {}, None
     while iteration <= LAST:
         if saved is not None and draw.random() < 0.3:  # from the checkpoint, with or without its collection
             state, at, cursor, collected = saved
-            fleet = Fleet(seed + iteration, deaths=0.1)
-            sampler, source = sampler_of(fleet, staleness=2, interval=interval)
+            fleet, staleness = Fleet(seed + iteration, deaths=0.1), draw.choice(stalenesses)
+            sampler, source = sampler_of(fleet, staleness=staleness, interval=interval)
             sampler.load_state_dict(state)
             fleet.publish(at, sampler, is_first=True)
             source.cursor.load_state_dict(cursor)
@@ -238,13 +240,29 @@ def test_a_run_that_is_started_again_loses_and_repeats_nothing(seed, interval):
                 iteration, saved = at + 2, None
                 continue
             iteration = at + 1
-        used[iteration] = one_iteration(fleet, sampler, source, iteration, 2, interval)
+        used[iteration] = one_iteration(fleet, sampler, source, iteration, staleness, interval)
         if saved is not None and saved[1] == iteration - 1:
             saved = (*saved[:3], (sampler.spent(), source.cursor.state_dict()))
         if draw.random() < 0.5:
             saved = sampler.state_dict(), iteration, source.cursor.state_dict(), None
         iteration += 1
     assert sorted(number for groups in used.values() for number in groups) == list(range(P * LAST))
+
+
+def test_what_a_resumed_collection_spent_stays_spent_however_often_a_run_resumes():
+    """Even a number that is not drawn yet, as under a lower staleness, once others were dropped."""
+    sampler, source = sampler_of(Fleet(1), staleness=2)
+    sampler.begin(1, source.cursor.state_dict())
+    state = sampler.state_dict()
+    spent = [0, 1, state["next"] + 2 * P]
+    for resumed in (Resumed(num_samples=P * SAMPLES, groups=spent), Resumed()):
+        fleet = Fleet(1)
+        sampler, source = sampler_of(fleet, staleness=0)
+        sampler.load_state_dict(state)
+        sampler.begin(3, source.cursor.state_dict(), resumed)
+        state = sampler.state_dict()
+    fleet.publish(LAST - 1, sampler, is_first=True)  # everything may start
+    assert max(sampler._table.entries) > spent[2] and not set(spent) & set(sampler._table.entries)
 
 
 def test_groups_without_variance_are_replaced_within_bounds():

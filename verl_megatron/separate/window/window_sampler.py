@@ -192,7 +192,7 @@ class WindowSampler(RemoteSampler):
     def begin(self, iteration: int, cursor: dict[str, Any], resumed: Resumed = NOTHING) -> None:
         self._begun, self._num_collected = True, iteration - 1
         if self._next:
-            self._skipped = set(resumed.groups)
+            self._skipped |= set(resumed.groups)
         else:  # nothing was restored; those numbers are not of this count
             self._next = self._draw.num_prompts * (iteration - 1)
             self._ahead.load_state_dict(cursor)
@@ -345,6 +345,7 @@ class WindowSampler(RemoteSampler):
         """Return this rank's complete groups, and which groups are under way; those are made again."""
         return {
             "next": self._next,
+            "skipped": sorted(number for number in self._skipped if number >= self._next),
             "lead": self._lead.groups,
             "ahead": self._ahead.state_dict(),
             "table": self._table.state_dict() if self._before is None else self._before,
@@ -357,7 +358,7 @@ class WindowSampler(RemoteSampler):
     def load_state_dict(self, state: dict[str, Any], *, usable: bool = True) -> None:
         if "table" not in state:  # of a run with async.buffer=in_order
             return
-        self._next = state["next"]
+        self._next, self._skipped = state["next"], set(state.get("skipped", ()))
         self._lead.restore(state["lead"])
         self._ahead.load_state_dict(state["ahead"])
         self._table.load_state_dict(state["table"], self._draw)
