@@ -163,7 +163,6 @@ def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys)
         (["{empty}"], "has no rows"),
         (["{path},{empty}"], "empty.jsonl has no rows; leave it out or copy it again"),
         (["{path}", "{empty}"], "several files are one argument, with commas"),
-        ([""], "data file '' does not exist"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path, model, arguments, said):

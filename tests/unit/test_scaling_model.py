@@ -172,7 +172,8 @@ def test_more_gpus_are_never_more_efficient_than_fewer():
         row.source == MODELLED and row.rows == 64 * row.gpus and row.seconds.keys() == {*PHASES, DEALING}
         for row in rows
     )
-    for smaller, larger in zip([scaling.rows[-1], *rows], rows):
+    modelled = [replace(row, seconds=row.seconds | {DEALING: 0.0}) for row in rows]  # which is measured here
+    for smaller, larger in zip([scaling.rows[-1], *modelled], modelled):
         for phase in PHASES:
             assert larger.seconds[phase] >= smaller.seconds[phase] * (1 - 1e-9), phase
         assert efficiency(larger, scaling.rows[0]) <= efficiency(smaller, scaling.rows[0]) + 1e-9
