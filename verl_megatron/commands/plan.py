@@ -26,6 +26,7 @@ from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
+from verl_megatron.config.gpus import USUAL, machine_here
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.options import COUNT, Options, check_output, words_of
@@ -293,8 +294,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--gpu",
         metavar="NAME",
-        default="h200",
-        help=f"{', '.join(MACHINES)}, or the .json file that verl-megatron benchmark calibrate wrote",
+        help=f"{', '.join(MACHINES)}, or a file of benchmark calibrate (this host's, without any {USUAL})",
     )
     options.add_argument("--hosts", type=COUNT, help=f"number of hosts; default: {HOST_RANKS} GPUs a host")
     _add_iteration(options)
@@ -362,6 +362,7 @@ def ranks_per_host(gpus: int, hosts: int | None) -> int:
 def run(arguments: list[str]) -> int:
     options = parser()
     given = options.parse_intermixed_args(arguments)
+    given.gpu = given.gpu or machine_here()
     try:
         if given.gpus > MAX_GPUS:
             raise ValueError(

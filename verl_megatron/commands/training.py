@@ -26,7 +26,7 @@ options:
                          GPUs as the layouts divide, on a CPU the fewest that they need
   --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
   --dry-run              check and plan the run, and start nothing
-  --gpu NAME             the GPU that a dry run plans for (h200)
+  --gpu NAME             the GPU that a dry run plans for (this host's, without any h200)
   --verify               repeat an iteration of the newest checkpoint and compare
   --track_metrics        metrics go to the console and to every kind of file
   --cfg job [--resolve]  print the settings; with the values of ${names}

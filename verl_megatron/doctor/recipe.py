@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from verl_megatron.config import SCHEMAS
+from verl_megatron.config.gpus import USUAL, machine_of
 from verl_megatron.config.section import as_dict
 from verl_megatron.doctor.finding import PROBE_S, Answer, Case, Finding, ask, first_line
 from verl_megatron.launch.bases import files_of
@@ -16,7 +17,6 @@ from verl_megatron.launch.recipe import SHIPPED
 
 # Of the dry run, whose modules import torch: the doctor works where that is broken.
 NO_ROOM, DOES_NOT_FIT = 3, "It does not fit:"
-GPUS = ("h100", "a100", "b200", "h200")  # of MACHINES, as names of GPUs begin
 
 
 def check_recipe_fits(case: Case) -> Iterator[Finding]:
@@ -91,6 +91,4 @@ def _names(settings: dict[Any, Any]) -> set[str]:
 
 def _machine(case: Case) -> str:
     """Return the planner's name of this machine's GPUs; the h200 without GPUs or for unknown ones."""
-    name = case.gpus[0].name.lower() if case.gpus else ""
-    found = next((known for known in GPUS if known in name), "h200")
-    return "a100-80g" if found == "a100" else found
+    return (machine_of(case.gpus[0].name) if case.gpus else None) or USUAL

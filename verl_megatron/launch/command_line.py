@@ -29,6 +29,7 @@ from parallel.runtime.refusal import (
     short_repr,
 )
 from verl_megatron.config import SCHEMAS
+from verl_megatron.config.gpus import USUAL, machine_here
 from verl_megatron.config.names import name_here
 from verl_megatron.config.section import names_of
 from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
@@ -40,7 +41,6 @@ from verl_megatron.model_specs import SCORERS
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
-GPU = "h200"  # for which a dry run plans
 RECIPE = "recipe"  # its name in Hydra's store
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
@@ -145,7 +145,7 @@ def _parser() -> _Parser:
         metavar="ROLE",
         help="the world that these ranks are: train, rollout, rollout:1 of several, or a frozen model",
     )
-    parser.add_argument("--gpu", help=f"for which a dry run plans (default: {GPU})")
+    parser.add_argument("--gpu", help=f"for which a dry run plans (default: this host's, or {USUAL})")
     parser.add_argument(
         "--track_metrics", action="store_true", help="metrics go to the console and to every kind of file"
     )
@@ -221,7 +221,7 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
         raise ValueError(f"--gpu {short_repr(known.gpu)} is for a plan; give --dry-run too, or leave it out")
     if known.resolve and not known.cfg:
         raise ValueError("--resolve is for what --cfg shows; give --cfg job too, or leave it out")
-    known.gpu = known.gpu or GPU
+    known.gpu = known.gpu or (machine_here() if known.dry_run else "")
     known.overrides = [override_of(argument) for argument in rest] + [
         override_of(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]

@@ -6,6 +6,7 @@ import torch
 
 from parallel import device
 from verl_megatron.config import TrainerConfig
+from verl_megatron.config.gpus import machine_of
 from verl_megatron.planner.machine import GIB, MACHINES, Machine
 from verl_megatron.planner.memory import Problem, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
@@ -17,12 +18,6 @@ TOLERANCE = 0.02  # share of a GPU by which a plan may exceed it without being r
 LEAST = dict(
     process_bytes=1.5 * GIB, communicator_bytes=0.1 * GIB, process_host_bytes=2 * GIB, prefill_tokens=1.0
 )
-NAMES = {
-    "H200": "h200",
-    "H100": "h100",
-    "A100": "a100-80g",
-    "B200": "b200",
-}  # substrings of CUDA's device names
 
 
 def machine_here() -> Machine | None:
@@ -33,7 +28,7 @@ def machine_here() -> Machine | None:
     if not device.is_gpu():
         return None
     properties = torch.cuda.get_device_properties(device.device())
-    base = MACHINES[next((name for mark, name in NAMES.items() if mark in properties.name), "h100")]
+    base = MACHINES[machine_of(properties.name) or "h100"]
     prefill_tokens = base.prefill_tokens if properties.total_memory >= 70 * GIB else 8192
     return replace(
         base,

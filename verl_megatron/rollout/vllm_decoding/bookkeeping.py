@@ -102,12 +102,11 @@ class _SlotsInUse:
     @classmethod
     def of(cls, manager: Any) -> "_SlotsInUse | None":
         """Return those of a manager; None if it has other layers or is of an unknown version."""
-        groups: Sequence[Any] = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+        groups = list(getattr(getattr(manager, "coordinator", None), "single_type_managers", ()))
         if [type(group).__name__ for group in groups] != ["FullAttentionManager"]:
             return None
-        (group,) = groups
-        whole_blocks = getattr(group.block_pool, "hash_block_size", group.block_size) == group.block_size
-        has_all = hasattr(manager, "empty_kv_cache_blocks") and hasattr(group, "num_cached_block")
+        whole_blocks = getattr(groups[0].block_pool, "hash_block_size", None) in (None, groups[0].block_size)
+        has_all = hasattr(manager, "empty_kv_cache_blocks") and hasattr(groups[0], "num_cached_block")
         return cls(manager) if whole_blocks and has_all else None
 
     def allocate_slots(
