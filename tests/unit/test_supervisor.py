@@ -266,6 +266,22 @@ def test_a_host_that_is_asked_to_end_lets_training_save(start):
     assert run.wait() == {0: 0, 1: 0, 2: 0} and run.log("train") == [["begun"], ["told"]]
 
 
+def test_each_sigterm_of_a_host_reaches_training_and_the_same_one_of_another_does_not(start):
+    count = (
+        "trap 'echo told >>$0.log' TERM; echo begun >>$0.log; while [[ ! -f $0.done ]]; do sleep 0.02; done"
+    )
+    run = start("1+2", 1, train=count, rollout0=UNTIL_TOLD, rollout1=UNTIL_TOLD)
+    until(lambda: run.log("train"))
+    for host, told in ((1, 1), (2, 1), (2, 2)):
+        run.asked[host].received.add(signal.SIGTERM)
+        until(lambda received=run.asked[host].received: not received)
+        until(lambda told=told: len(run.log("train")) == 1 + told)
+        time.sleep(0.2)
+        assert run.log("train") == [["begun"], *[["told"]] * told]
+    run.done("train"), run.done("rollout0"), run.done("rollout1")
+    assert run.wait() == {0: 0, 1: 0, 2: 0}
+
+
 # ---- where the worlds meet ---------------------------------------------------------------------------------
 
 

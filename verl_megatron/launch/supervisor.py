@@ -228,7 +228,7 @@ class _Supervisor:
     def __init__(self, call: Call, board: Board, worlds: Sequence[_World], asked: _Signals, lookout: Lookout):
         self._call, self._board, self._worlds, self._asked = call, board, worlds, asked
         self._lookout, self._looked_at = lookout, 0.0
-        self._is_told = False  # training, that it is to end
+        self._num_asked = self._num_told = 0  # SIGTERMs that came here, and those that training was sent
 
     def run(self) -> int:
         """Return the status with which all hosts exit."""
@@ -258,9 +258,13 @@ class _Supervisor:
             if not training:
                 self._board.write(STATUS, str(process.INTERRUPTED))
         if signal.SIGTERM in self._asked.received:
-            self._board.write(ASKED, "")
-        if not self._is_told and self._board.read(ASKED) is not None:
-            self._is_told = True
+            self._asked.received.discard(signal.SIGTERM)
+            self._num_asked += (
+                1  # the first ones of several hosts are the same one, and a second ends at once
+            )
+            self._board.write(f"{ASKED}/{self._num_asked}", "")
+        while self._board.read(f"{ASKED}/{self._num_told + 1}") is not None:
+            self._num_told += 1
             for world in training:
                 world.send(signal.SIGTERM)
 
