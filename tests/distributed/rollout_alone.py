@@ -101,14 +101,12 @@ def check_bookkeeping(actor):
             (output.token_ids, list(output.logprobs.logprobs), output.finish_reason) for output in outputs
         ]
 
-    stop = actor._llm.get_tokenizer().decode([140]) if actor.has_tokenizer else ()
+    variants = [dict(ignore_eos=True), dict(temperature=2.0)]
+    if actor.has_tokenizer:
+        variants.append(dict(stop=(actor._llm.get_tokenizer().decode([140]),)))
     requests = [Request(i, PROMPTS[3][: 60 + 5 * i], sample_seed(5, 1, i)) for i in range(8)]
     with replaced(scheduler, "schedule", schedule):
-        for changes in (
-            dict(ignore_eos=True),
-            dict(temperature=2.0),
-            *([dict(stop=(stop,))] if stop else ()),
-        ):
+        for changes in variants:
             sampling = Sampling(max_tokens=100, **changes)
             actor.reset_cache()
             samples = actor.generate(requests, sampling)
