@@ -17,7 +17,6 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.data.shared_prompts import prompt_lengths
 from verl_megatron.roles.engine import Engine, EngineOptions
 
 CLASSES = {
@@ -76,7 +75,7 @@ def run_once(
         torch.zeros_like(batch.sample_id),
         batch.required("group_id"),
         [mini_batch],
-        prompt_B=prompt_lengths(batch) if config.shared_prompts else None,
+        prompt_B=batch.prompt_lengths if config.shared_prompts else None,
     )
     mine, micro = batch, []
     if groups.is_member:

@@ -14,7 +14,7 @@ from verl_megatron.config import CriticConfig, EngineConfig, SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch, TokenSplit, pack, to_device
 from verl_megatron.data.packing import Units
-from verl_megatron.data.shared_prompts import pack_shared, prompt_lengths
+from verl_megatron.data.shared_prompts import pack_shared
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_padding_is_a_sequence_at_the_end(batch):
 def test_a_sample_without_response_shares_its_prompt_too():
     batch = RolloutBatch.from_lists([0, 1, 2], [[5, 6, 7]] * 3, [[], [8, 9], [4]])
     batch.group_id = torch.zeros(3, dtype=torch.int64)
-    assert prompt_lengths(batch).tolist() == [3, 3, 3]
+    assert batch.prompt_lengths.tolist() == [3, 3, 3]
     micro = pack_shared(batch, [0, 1, 2])
     assert micro.tokens.tolist() == [[5, 6, 7, 8]]
     assert targets(micro) == [(7, 2, 8, 1, 3), (8, 3, 9, 1, 4), (7, 2, 4, 2, 3)]

@@ -86,6 +86,12 @@ class RolloutBatch:
         """Tokens of prompt and response, [B] int64."""
         return self.attention_mask.sum(-1)
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """Tokens before each sample's first target token, [B] int64; all of a sample that has none."""
+        has_target_B = self.response_mask.any(1)
+        return torch.where(has_target_B, self.response_mask.int().argmax(1), self.lengths)
+
     @classmethod
     def concatenate(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Join `parts` into one batch, ordered by `sample_id` and padded to the widest.

@@ -13,7 +13,6 @@ from torch import Tensor
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import Units, members_of
-from verl_megatron.data.shared_prompts import prompt_lengths
 
 _COLUMNS = ("lengths", "response", "owner", "group", "is_cut", "prompt", "count")
 
@@ -29,7 +28,7 @@ def columns_of(batch: RolloutBatch, *, owner: int) -> Tensor:
             owner_O,
             torch.zeros_like(owner_O) if batch.group_id is None else batch.group_id,
             torch.zeros_like(owner_O) if batch.is_cut is None else batch.is_cut.long(),
-            prompt_lengths(batch),
+            batch.prompt_lengths,
             torch.ones_like(owner_O),
         ]
     )

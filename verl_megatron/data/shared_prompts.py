@@ -22,12 +22,6 @@ from verl_megatron.data.packing import members_of
 _WHOLE = TokenSplit()
 
 
-def prompt_lengths(batch: RolloutBatch) -> Tensor:
-    """Return the tokens before each sample's first target token, [B] int64; all of a sample that has none."""
-    has_target_B = batch.response_mask.any(1)
-    return torch.where(has_target_B, batch.response_mask.int().argmax(1), batch.lengths)
-
-
 @dataclass(frozen=True, slots=True)
 class _Arrangement:
     """Packed sequences, and where the tokens of each sample are."""
@@ -88,7 +82,7 @@ def pack_shared(
     groups = [[m] for m in range(len(samples))]
     if here.group_id is not None:
         groups = members_of(here.group_id.tolist())
-    prompt_M, used_M = prompt_lengths(here), here.lengths - (0 if last_token else 1)
+    prompt_M, used_M = here.prompt_lengths, here.lengths - (0 if last_token else 1)
     arranged = _arrange(groups, prompt_M.tolist(), used_M.tolist())
     _assert_shared(here, groups, arranged.shared_M)
 

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.config import LEAST_TEMPERATURE
 from verl_megatron.data.batch import RolloutBatch
@@ -61,8 +59,7 @@ def add_shares(table: Table, batch: RolloutBatch, sums: Sums) -> None:
     Args:
         batch: the samples owned by this rank.
     """
-    has_response_B = batch.response_mask.any(1)
-    first_B = torch.where(has_response_B, batch.response_mask.int().argmax(1), batch.lengths)
+    first_B = batch.prompt_lengths
     for entry in table:
         is_here_B = first_B >= entry.first
         if entry.last is not None:
