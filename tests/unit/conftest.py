@@ -8,6 +8,19 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plans_for_h200(tmp_path_factory):
+    """Plans that name no GPU are for the H200, whichever GPUs this machine has."""
+    if (real := shutil.which("nvidia-smi")) is None:
+        return (yield)
+    program = tmp_path_factory.mktemp("bin") / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name ] && echo NVIDIA H200 || exec {real} "$@"\n')
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        yield
+
+
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory) -> Path:
     """A model with a tokenizer in hf/ and its distributed checkpoint in mcore/, which no test changes."""

@@ -259,9 +259,7 @@ class _Supervisor:
                 self._board.write(STATUS, str(process.INTERRUPTED))
         if signal.SIGTERM in self._asked.received:
             self._asked.received.discard(signal.SIGTERM)
-            self._num_asked += (
-                1  # the first ones of several hosts are the same one, and a second ends at once
-            )
+            self._num_asked += 1  # the first ones of several hosts are the same; a second ends at once
             self._board.write(f"{ASKED}/{self._num_asked}", "")
         while self._board.read(f"{ASKED}/{self._num_told + 1}") is not None:
             self._num_told += 1
