@@ -184,13 +184,15 @@ def _ranks(given: int, config_of: "Callable[[], TrainerConfig | SupervisedConfig
 
 
 def _plan(
-    training: Training, settings: dict[str, Any], *, ranks: Callable[[], int], gpu: str
+    training: Training, settings: dict[str, Any], *, ranks: Callable[[], int], gpu: str | None
 ) -> tuple[str, bool]:
     """Return the plan of a run and whether it fits; refuse what cannot work, before any rank begins."""
+    from verl_megatron.config.gpus import machine_here
+
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks()))
     os.environ |= sizes
     try:
-        return training.plan(settings, gpu=gpu)
+        return training.plan(settings, gpu=gpu or machine_here())
     finally:
         for name in sizes:
             del os.environ[name]

@@ -98,7 +98,7 @@ def _guarded(
 ) -> NoReturn:
     try:
         if known.dry_run:
-            text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu)
+            text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu or machine_here())
             print(text)
             process.end(0 if fits else NO_ROOM)
         main(config)
@@ -221,7 +221,6 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
         raise ValueError(f"--gpu {short_repr(known.gpu)} is for a plan; give --dry-run too, or leave it out")
     if known.resolve and not known.cfg:
         raise ValueError("--resolve is for what --cfg shows; give --cfg job too, or leave it out")
-    known.gpu = known.gpu or (machine_here() if known.dry_run else "")
     known.overrides = [override_of(argument) for argument in rest] + [
         override_of(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]
