@@ -2,7 +2,7 @@
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes
 # last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo ppo_long grpo verl separate passes
+# Stages (all, in this order, where none is named): tests toy resume ppo ppo_long grpo verl separate full passes
 # long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine. Those with too few
 # GPUs are left out; with two, models and batches are smaller than with four. Environment: LOGS (outputs/gpu),
 # LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
@@ -138,6 +138,16 @@ stage_grpo() { # an actor of 8B, split over the ranks and whole on each
   step grpo_pp bash -c "recipe grpo_pp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=pp2vpp4 rollout.tp=2 reshard.mode=swap reshard.offload=grads engine.tokens_per_micro_batch=4096"
 }
 
+# the 8B actor of one GPU, or divided over two, with weights, gradients and moments by rows
+stage_full() {
+  local folder="$SCRATCH/llama3-8b"
+  weights full_weights "$folder" || return
+  local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false algorithm.kl_coef=0 algorithm.num_mini_batches=1 data.prompts_per_iteration=8"
+  run+=" data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true rollout.tp=1 rollout.max_num_seqs=64 rollout.gpu_memory_utilization=0.25"
+  run+=" actor.layout=tp1 engine.sharding=full engine.recompute=full engine.tokens_per_micro_batch=8192 reshard.mode=keep reshard.offload=all engine.optimizer_offload=$([[ $RANKS == 1 ]] && echo true || echo false)"
+  step full env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe full llama3_8b_grpo $run"
+}
+
 # forward passes that a step can save: GRPO's old log-probs, and PPO's values; 6 layers of the 8B's width a GPU,
 # so that actor and critic fit beside each other
 stage_passes() {
@@ -269,7 +279,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo ppo_long grpo verl separate passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo ppo_long grpo verl separate full passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
 for stage in "$@"; do
   declare -F "stage_$stage" >/dev/null && continue
   echo "error: there is no stage $stage; choose among: $(declare -F | sed -n 's/^declare -f stage_//p' | tr '\n' ' ')" >&2

@@ -79,7 +79,9 @@ def test_transformer_engine_models_load_what_is_converted(tmp_path):
 
 @needs(1)
 def test_full_sharding_equals_replicated_weights():
-    assert "all passed" in run_world("tests/parity/training_worker.py", RANKS, "full_sharding", timeout=600)
+    exact = {"NVIDIA_TF32_OVERRIDE": "0"}  # Transformer Engine multiplies float32 in TF32
+    output = run_world("tests/parity/training_worker.py", RANKS, "full_sharding", timeout=600, env=exact)
+    assert "all passed" in output
 
 
 @needs(2)

@@ -1,6 +1,7 @@
 """Training with memory given up between steps: gradients and optimizer state offloaded, models in turns."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -135,12 +136,30 @@ def check_offload() -> None:
         assert same(engine.state_dict(), want) and engine.offload.residence is Residence.ON_DEVICE, (
             f"{family} {text} {extra}"
         )
+        check_away_but_for_steps(path, layout, batch, config, want)
         away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
         refuses_no_number(engine, *share_of(batch, layout, 64))
         say(
             f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of "
             f"them on the host, equal bit by bit"
         )
+
+
+def check_away_but_for_steps(
+    folder: Path, layout: Layout, batch: RolloutBatch, config: EngineConfig, want: dict
+) -> None:
+    """With engine.optimizer_offload, two steps leave the same state, which is off the GPU but for them."""
+    engine = steps_apart(folder, layout, batch, replace(config, optimizer_offload=True), ((), ("grads",)))
+    weights = {tensor.untyped_storage().data_ptr() for tensor in engine.tensors.values()}
+    state = [
+        storage
+        for storage in (tensor.untyped_storage() for tensor in optimizer_tensors(engine.optimizer))
+        if storage.data_ptr() not in weights
+    ]
+    for _ in range(2):
+        assert same(engine.state_dict(), want) and state
+        assert engine.offload.residence is Residence.ON_HOST and not any(each.nbytes() for each in state)
+        engine.onload_async()  # as before passes
 
 
 def check_turns() -> None:

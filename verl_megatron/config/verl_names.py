@@ -86,6 +86,11 @@ VERL: Table = {
             "Hugging Face folders are read directly",
         ),
         row("arr.actor.megatron.override_transformer_config.recompute_granularity", "engine.recompute"),
+        row(
+            "arr.actor.optim.override_optimizer_config.optimizer_cpu_offload",
+            "engine.optimizer_offload",
+            "the step itself is the GPU's",
+        ),
         row("arr.actor.megatron.seed", "run.seed"),
         row(
             "arr.actor.fsdp_config arr.actor.fsdp_config.param_offload",

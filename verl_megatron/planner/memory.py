@@ -236,6 +236,8 @@ def _phases(
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     if run.is_fully_sharded:
         freed["gradients"] = 0.0  # they are there during updates only
+    if config.engine.optimizer_offload:
+        freed["optimizer"] = 0.0
     has_messages = run.world_size > run.ranks_per_host or not run.reads_peer_memory
     staged = window * (config.reshard.mode == "swap" or has_messages)
     staged += window * (config.rollout.weight_dtype == "fp8")
@@ -304,7 +306,16 @@ def _training_phases(run: PlannedRun, models: list[RoleOnRank], freed: Collectio
         }
         phases[phase] = {"activations": activations}
         phases[phase] |= {part: _sum_of(part, models, there[part]) for part in freed}
+        if run.config.engine.optimizer_offload:
+            phases[phase] |= _fuller_moment(activations, _sum_of("optimizer", models, names), phase)
     return phases
+
+
+def _fuller_moment(activations: float, optimizer: float, phase: str) -> dict[str, float]:
+    """Bytes of passes, which have activations, or of a step, which has optimizer state: the larger."""
+    if phase not in UPDATES or activations > optimizer:
+        return {"activations": activations, "optimizer": 0.0}
+    return {"activations": 0.0, "optimizer": optimizer}
 
 
 # Values of reshard.offload that offload each part.
@@ -320,7 +331,7 @@ _WORK = (
 
 def _offloaded_to_host(run: PlannedRun, models: list[RoleOnRank]) -> float:
     """Pinned host bytes of a rank."""
-    if run.config.reshard.offload not in ("optimizer", "all"):
+    if run.config.reshard.offload not in ("optimizer", "all") and not run.config.engine.optimizer_offload:
         return 0.0
     return _sum_of("optimizer", models)
 

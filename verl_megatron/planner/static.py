@@ -53,6 +53,11 @@ def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
     )
 
 
+def most_optimizer_bytes(run: PlannedRun, role: PlannedRole) -> float:
+    """Bytes of a model's optimizer state on the rank with the most."""
+    return max(static_bytes(run, role, stage).optimizer for stage in range(role.layout.pp))
+
+
 def smallest_tp(
     arch: Architecture,
     head: Head,

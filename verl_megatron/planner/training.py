@@ -13,6 +13,7 @@ from parallel.weights.rules import is_language
 from verl_megatron.data.packing import LOGIT_CHUNK_BYTES
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels
+from verl_megatron.planner.static import most_optimizer_bytes
 
 ACCUMULATED_BYTES = 8  # per parameter and micro-batch: its float32 gradient is read and written
 # Per parameter, read and written in float32: the gradient norm (4), clipping (8), Adam on gradient, master
@@ -169,8 +170,11 @@ def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, l
     are gathered (concurrently with the next forward pass, except after an iteration's last step).
     """
     count, layout = max(role.elements), role.layout
+    moved = 0.0
+    if run.config.engine.optimizer_offload:  # from host memory, and back
+        moved = 2 * most_optimizer_bytes(run, role) / machine.pinned_rate
     if run.is_fully_sharded:  # passes reduce and gather
-        return STEP_BYTES * count / layout.dp / machine.copy_rate
+        return STEP_BYTES * count / layout.dp / machine.copy_rate + moved
     replicas = layout.dp * layout.cp
     distributed = run.config.engine.distributed_optimizer
     own = count / replicas if distributed else count
@@ -179,7 +183,8 @@ def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, l
     reduced = 4 * count * share / rate * (1 if distributed else 2)
     steps = run.config.algorithm.epochs * run.config.algorithm.num_mini_batches
     gathered = run.element_bytes * count * share / rate / steps if distributed else 0.0
-    return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
+    applied = (4 * count + STEP_BYTES * own) / machine.copy_rate
+    return applied + moved + max(0.0, reduced - last_backward) + gathered
 
 
 # ---- links ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.rollout.serving import arriving_bytes, own_rollout_bytes, serving_bytes
-from verl_megatron.planner.static import static_bytes
+from verl_megatron.planner.static import most_optimizer_bytes
 
 
 def moved_bytes(run: PlannedRun) -> float:
@@ -80,8 +80,6 @@ def leaving_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> flo
 
     The next user of the GPU memory waits for it: vLLM's KV cache, or another model's state.
     """
-    if run.config.reshard.offload not in ("optimizer", "all"):
+    if run.config.reshard.offload not in ("optimizer", "all") or run.config.engine.optimizer_offload:
         return 0.0
-    return (
-        max(static_bytes(run, role, stage).optimizer for stage in range(role.layout.pp)) / machine.pinned_rate
-    )
+    return most_optimizer_bytes(run, role) / machine.pinned_rate

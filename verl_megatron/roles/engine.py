@@ -1,6 +1,7 @@
 """A Megatron-Core model on the ranks of its layout: loading, forward passes, optimizer steps, export."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,6 +150,7 @@ class Engine:
         # The distributed optimizer may have moved parameters into its buffers; weight sync reads them there.
         self.tensors = tensors_of(self.chunks)
         self.scheduler = make_scheduler(self.optimizer, self.config, lr=lr, total_steps=total_steps)
+        self._rest()
 
     def train_step(
         self,
@@ -200,11 +202,11 @@ class Engine:
         ):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
-        self.offload.wait()
-        _, grad_norm, _ = self.optimizer.step()
-        if self.config.sharding == "full":
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()  # no memory between the steps
+        with self._optimizer_state():
+            _, grad_norm, _ = self.optimizer.step()
+            if self.config.sharding == "full":
+                for chunk in self.chunks:
+                    chunk.zero_grad_buffer()  # no memory between the steps
         sums.max(f"{head.metrics}/grad_norm", finite(float(grad_norm or 0.0), head))
         self.scattered = gathers_late(self.config, self.layout)
         return sums
@@ -261,14 +263,30 @@ class Engine:
             for_others: release the memory to other allocators; False keeps it in PyTorch's cache.
         """
         self.offload.wait_offload(for_others=for_others)
+        if for_others and self.config.optimizer_offload:
+            device.release_cached_memory()  # of the latest step
 
     def onload_async(self) -> None:
-        """Start to load the optimizer state back; steps and checkpoints wait for it or start it."""
-        self.offload.onload_async()
+        """Start to load the optimizer state back; steps and checkpoints wait for it or start it.
 
-    def _restore(self) -> None:
+        No-op with `engine.optimizer_offload`, where passes do without it.
+        """
+        if not self.config.optimizer_offload:
+            self.offload.onload_async()
+
+    @contextlib.contextmanager
+    def _optimizer_state(self) -> Iterator[None]:
+        """Have the optimizer state on the GPU within the context."""
         self.offload.onload_async()
         self.offload.wait()
+        yield
+        self._rest()
+
+    def _rest(self) -> None:
+        """Take the optimizer state off the GPU until the next step, with `engine.optimizer_offload`."""
+        if self.config.optimizer_offload:
+            self.offload_async("optimizer")
+            self.offload.wait_offload(for_others=False)
 
     # ---- state ---------------------------------------------------------------------------------------------
 
@@ -280,9 +298,9 @@ class Engine:
         """
         if not self.groups.is_member:
             return {}
-        self._restore()
         self.gather_weights()
-        tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups, self.copies)
+        with self._optimizer_state():
+            tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups, self.copies)
         return {"tensors": tensors, "optimizer_step": step, "scheduler": self.scheduler.state_dict()}
 
     def snapshot(self) -> tuple[checkpoint.Snapshot, dict]:
@@ -302,12 +320,11 @@ class Engine:
 
     def norms(self) -> dict[str, float]:
         """Return norms of the weights and of Adam's moments; they do not depend on the layout or the rank."""
+        norms = {}
         if self.groups.is_member:
-            self._restore()
             self.gather_weights()
-        norms = (
-            optimizer_shards.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}
-        )
+            with self._optimizer_state():
+                norms = optimizer_shards.norms(self.chunks, self.optimizer, self.groups)
         return self._from_first_member(norms)
 
     def _from_first_member(self, value: dict) -> dict:
@@ -321,9 +338,9 @@ class Engine:
         Collective over `groups.world`.
         """
         if self.groups.is_member:
-            self._restore()
             self.gather_weights()
-        checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
+        with self._optimizer_state():
+            checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
         if self.groups.is_member:
             self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to this counter
             self.scheduler.load_state_dict(state["scheduler"])

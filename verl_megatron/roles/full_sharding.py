@@ -54,7 +54,7 @@ class FullySharded(_BaseDataParallel):
             fully_shard(part, **options, reshard_after_forward=True)
         fully_shard(module, **options, reshard_after_forward=False)
         self._gathered.append(module)
-        for part in self._gathered:
+        for part in self._gathered if groups.dp.size() > 1 else ():  # alone, torch would divide a copy by 1
             # Losses are divided by their global divisor, so gradients are summed, which gloo can do, too.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)

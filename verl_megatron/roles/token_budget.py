@@ -173,7 +173,8 @@ def _free_bytes(engine: Engine) -> float:
         return math.inf
     engine.onload_async()  # takes its memory at once
     engine.idle_gradients.onload_async()
-    return device.free_memory_bytes() - missing_moments_bytes(engine.optimizer)
+    beside = 0 if engine.config.optimizer_offload else missing_moments_bytes(engine.optimizer)
+    return device.free_memory_bytes() - beside
 
 
 def _pass_bytes(engine: Engine, rows: LongestRows, count: int) -> float:
@@ -185,9 +186,8 @@ def _pass_bytes(engine: Engine, rows: LongestRows, count: int) -> float:
     batch = rows.batch(count, vocab_size=engine.arch.vocab_size)
     packed = pack_all(engine, batch, [list(range(count))] * in_flight)
     engine.onload_async()
-    for state in (engine.offload, engine.idle_gradients):
-        state.onload_async()
-        state.wait()
+    engine.idle_gradients.onload_async()
+    engine.idle_gradients.wait()
 
     def no_loss(_: Engine, outputs: Outputs, micro: MicroBatch):
         total = torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
