@@ -329,6 +329,7 @@ class _Models:
             temperature=config.rollout.temperature,
             progress=self._progress,
             fp8_weights_by=spec.fp8_weights_by,
+            steps_only=config.reshard.offload == "steps",
         )
         with self.clock.phase(spec.name):
             role = make_role(

@@ -8,7 +8,7 @@ from verl_megatron.observe.tracking import read_metrics
 
 SETTINGS = [
     *("actor.layout=tp1", "actor.devices=", "critic.layout=tp1", "critic.devices=", "rollout.tp=1"),
-    *("algorithm.kl_in=reward", "reshard.offload=all", "rollout.max_tokens=6", "run.validate_interval=0"),
+    *("algorithm.kl_in=reward", "reshard.offload=steps", "rollout.max_tokens=6", "run.validate_interval=0"),
     *("run.save_interval=1", "run.iterations=2"),
 ]
 KEYS = ("policy/loss", "policy/entropy", "policy/grad_norm", "critic/loss", "critic/grad_norm")

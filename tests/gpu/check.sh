@@ -144,7 +144,7 @@ stage_full() {
   weights full_weights "$folder" || return
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false algorithm.kl_coef=0 algorithm.num_mini_batches=1 data.prompts_per_iteration=8"
   run+=" data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true rollout.tp=1 rollout.max_num_seqs=64 rollout.gpu_memory_utilization=0.25"
-  run+=" actor.layout=tp1 engine.sharding=full engine.recompute=full engine.tokens_per_micro_batch=8192 reshard.mode=keep reshard.offload=all engine.optimizer_offload=$([[ $RANKS == 1 ]] && echo true || echo false)"
+  run+=" actor.layout=tp1 engine.sharding=full engine.recompute=full engine.tokens_per_micro_batch=8192 reshard.mode=keep reshard.offload=$([[ $RANKS == 1 ]] && echo steps || echo all)"
   step full env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe full llama3_8b_grpo $run"
 }
 

@@ -25,7 +25,7 @@ CASES: tuple[tuple[Head, str, tuple[int, ...], dict], ...] = (
     ("lm", "qwen3", (0, 1), {"dtype": "float32"}),
     ("lm", "qwen2_tied_yarn", (0, 1, 2, 3), {"dtype": "float32", "recompute": "full"}),
     ("token", "llama_tied_llama3", (0, 1, 2), {"dtype": "float32", "recompute": "selective"}),
-    ("lm", "qwen3", (0,), {"dtype": "float32", "optimizer_offload": True}),
+    ("lm", "qwen3", (0,), {"dtype": "float32"}),
     ("lm", "qwen3", (0, 1), {"dtype": "bfloat16"}),
     ("lm", "qwen3", (2, 3), {"dtype": "bfloat16", "recompute": "full"}),
 )

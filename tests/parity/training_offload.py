@@ -1,7 +1,6 @@
 """Training with memory given up between steps: gradients and optimizer state offloaded, models in turns."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,7 +75,13 @@ def step_away(engine: Engine, what: str, mine: RolloutBatch, micro: list[list[in
 
 
 def steps_apart(
-    folder: Path, layout: Layout, batch: RolloutBatch, config: EngineConfig, away: tuple[tuple[str, ...], ...]
+    folder: Path,
+    layout: Layout,
+    batch: RolloutBatch,
+    config: EngineConfig,
+    away: tuple[tuple[str, ...], ...],
+    *,
+    steps_only: bool = False,
 ) -> Engine:
     """As many steps as `away` has entries; each names what is released, in turn, after its step."""
     engine = Engine(
@@ -84,7 +89,7 @@ def steps_apart(
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
         head="lm",
-        options=EngineOptions(config=config, seed=1),
+        options=EngineOptions(config=config, seed=1, steps_only=steps_only),
     )
     engine.prepare_training(lr=LR, total_steps=6)
     mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
@@ -148,17 +153,16 @@ def check_offload() -> None:
 def check_away_but_for_steps(
     folder: Path, layout: Layout, batch: RolloutBatch, config: EngineConfig, want: dict
 ) -> None:
-    """With engine.optimizer_offload, two steps leave the same state, which is off the GPU but for them."""
-    engine = steps_apart(folder, layout, batch, replace(config, optimizer_offload=True), ((), ("grads",)))
+    """With steps_only, two steps leave the same state, which is off the GPU but for them."""
+    engine = steps_apart(folder, layout, batch, config, ((), ("grads",)), steps_only=True)
     weights = {tensor.untyped_storage().data_ptr() for tensor in engine.tensors.values()}
-    state = [
-        storage
-        for storage in (tensor.untyped_storage() for tensor in optimizer_tensors(engine.optimizer))
-        if storage.data_ptr() not in weights
-    ]
+    storages = [tensor.untyped_storage() for tensor in optimizer_tensors(engine.optimizer)]
+    state = [storage for storage in storages if storage.data_ptr() not in weights]
     for _ in range(2):
         assert same(engine.state_dict(), want) and state
-        assert engine.offload.residence is Residence.ON_HOST and not any(each.nbytes() for each in state)
+        assert engine.offload.residence is Residence.ON_HOST
+        for storage in state:
+            assert not storage.nbytes()
         engine.onload_async()  # as before passes
 
 

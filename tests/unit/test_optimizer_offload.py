@@ -1,4 +1,4 @@
-"""Plans of `engine.optimizer_offload`: memory of passes and of steps, and the seconds of the copies."""
+"""Plans of `reshard.offload=steps`: memory of passes and of steps, and the seconds of the copies."""
 
 from dataclasses import replace
 
@@ -10,8 +10,10 @@ from verl_megatron.planner.static import most_optimizer_bytes
 from verl_megatron.planner.training import step_seconds
 
 
-def planned(text: str, **engine):
-    run = actor_alone(run_config(text, **engine), 4)
+def planned(offload: str, **engine):
+    config = run_config("tp1", **engine)
+    config.reshard.offload = offload
+    run = actor_alone(config, 4)
     return run, plan_memory(run, H200)
 
 
@@ -21,8 +23,8 @@ def parts_of(memory: MemoryPlan, phase: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("engine", [{"sharding": "full"}, {}, {"distributed_optimizer": False}])
 def test_optimizer_state_is_on_the_gpu_in_steps_only(engine):
-    run, away = planned("tp1", optimizer_offload=True, **engine)
-    _, there = planned("tp1", **engine)
+    run, away = planned("steps", **engine)
+    _, there = planned("none", **engine)
     state = most_optimizer_bytes(run, run.actor)
     for phase in ("rollout", "log_probs"):
         assert parts_of(away, phase)["optimizer"] == 0
@@ -34,8 +36,8 @@ def test_optimizer_state_is_on_the_gpu_in_steps_only(engine):
 
 
 def test_each_step_waits_for_the_state_both_ways():
-    run, _ = planned("tp1", optimizer_offload=True)
-    still, _ = planned("tp1")
+    run, _ = planned("steps")
+    still, _ = planned("none")
     slow = replace(H200, pinned_rate=1e9)
     waited = step_seconds(run, slow, run.actor) - step_seconds(still, slow, still.actor)
     assert waited == pytest.approx(2 * most_optimizer_bytes(run, run.actor) / 1e9)

@@ -91,9 +91,6 @@ class EngineConfig(Section):
         False, "samples of a prompt share its tokens in a micro-batch: it is computed once; no cp"
     )
     distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
-    optimizer_offload: bool = setting(
-        False, "optimizer state is on the GPU during optimizer steps only, else in host memory"
-    )
     sharding: str = setting(
         "replicated",
         "weights and gradients over the dp ranks: replicated, or full: sharded, gathered layer by layer",

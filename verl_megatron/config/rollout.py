@@ -7,6 +7,8 @@ from typing import Any
 from verl_megatron.config.older_names import OLDER_ROLLOUT, named
 from verl_megatron.config.section import COUNT, LEAST_TEMPERATURE, POSITIVE, Section, accept, setting
 
+# Values of reshard.offload with which each leaves the GPU.
+GRADIENTS_LEAVE, OPTIMIZER_LEAVES = ("grads", "all", "steps"), ("optimizer", "all", "steps")
 USUAL_TABLE = "0-63:greedy,64-511:as_set,512-:top_k:50+temperature:0.7"
 
 
@@ -143,6 +145,7 @@ class ReshardConfig(Section):
     )
     offload: str = setting(
         "none",
-        "state to offload between updates",
-        choices=("none", "grads", "optimizer", "all"),
+        "state to offload between updates; steps: all, with optimizer state on the GPU during optimizer "
+        "steps only",
+        choices=("none", "grads", "optimizer", "all", "steps"),
     )

@@ -88,7 +88,7 @@ VERL: Table = {
         row("arr.actor.megatron.override_transformer_config.recompute_granularity", "engine.recompute"),
         row(
             "arr.actor.optim.override_optimizer_config.optimizer_cpu_offload",
-            "engine.optimizer_offload",
+            "`reshard.offload=steps`",
             "the step itself is the GPU's",
         ),
         row("arr.actor.megatron.seed", "run.seed"),

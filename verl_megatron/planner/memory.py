@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from parallel.layout import Layout
+from verl_megatron.config.rollout import GRADIENTS_LEAVE, OPTIMIZER_LEAVES
 from verl_megatron.model_specs import is_separate, rollout_devices
 from verl_megatron.planner.activations import (
     fit_budgets,
@@ -236,8 +237,6 @@ def _phases(
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     if run.is_fully_sharded:
         freed["gradients"] = 0.0  # they are there during updates only
-    if config.engine.optimizer_offload:
-        freed["optimizer"] = 0.0
     has_messages = run.world_size > run.ranks_per_host or not run.reads_peer_memory
     staged = window * (config.reshard.mode == "swap" or has_messages)
     staged += window * (config.rollout.weight_dtype == "fp8")
@@ -302,24 +301,19 @@ def _training_phases(run: PlannedRun, models: list[RoleOnRank], freed: Collectio
             activations = own if run.budgets else max(activations, own)
         there = {
             "gradients": names if phase in UPDATES else (),
-            "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
+            "optimizer": () if run.steps_only else ("actor",) if phase == UPDATES[-1] else (first,),
         }
         phases[phase] = {"activations": activations}
         phases[phase] |= {part: _sum_of(part, models, there[part]) for part in freed}
-        if run.config.engine.optimizer_offload:
-            phases[phase] |= _fuller_moment(activations, _sum_of("optimizer", models, names), phase)
+        # A step has optimizer state, and no longer the activations.
+        if run.steps_only and phase in UPDATES:
+            if (state := _sum_of("optimizer", models, names)) > activations:
+                phases[phase] |= {"activations": 0.0, "optimizer": state}
     return phases
 
 
-def _fuller_moment(activations: float, optimizer: float, phase: str) -> dict[str, float]:
-    """Bytes of passes, which have activations, or of a step, which has optimizer state: the larger."""
-    if phase not in UPDATES or activations > optimizer:
-        return {"activations": activations, "optimizer": 0.0}
-    return {"activations": 0.0, "optimizer": optimizer}
-
-
 # Values of reshard.offload that offload each part.
-_OFFLOADED = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}
+_OFFLOADED = {"gradients": GRADIENTS_LEAVE, "optimizer": OPTIMIZER_LEAVES}
 _WORK = (
     ("reward", ("reward",), inference_bytes),
     ("log_probs", ("actor", "reference", "teacher"), inference_bytes),
@@ -331,9 +325,7 @@ _WORK = (
 
 def _offloaded_to_host(run: PlannedRun, models: list[RoleOnRank]) -> float:
     """Pinned host bytes of a rank."""
-    if run.config.reshard.offload not in ("optimizer", "all") and not run.config.engine.optimizer_offload:
-        return 0.0
-    return _sum_of("optimizer", models)
+    return _sum_of("optimizer", models) if run.config.reshard.offload in OPTIMIZER_LEAVES else 0.0
 
 
 def _saved_from_host(run: PlannedRun, models: list[RoleOnRank]) -> float:

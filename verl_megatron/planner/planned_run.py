@@ -218,6 +218,11 @@ class PlannedRun:
         return self.gpus > self.ranks_per_host and is_split
 
     @property
+    def steps_only(self) -> bool:
+        """Whether optimizer state is on the GPU during optimizer steps only."""
+        return self.config.reshard.offload == "steps"
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether weights are divided by rows among data-parallel ranks."""
         return self.config.engine.sharding == "full"

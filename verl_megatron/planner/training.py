@@ -171,7 +171,7 @@ def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, l
     """
     count, layout = max(role.elements), role.layout
     moved = 0.0
-    if run.config.engine.optimizer_offload:  # from host memory, and back
+    if run.steps_only:  # from host memory, and back
         moved = 2 * most_optimizer_bytes(run, role) / machine.pinned_rate
     if run.is_fully_sharded:  # passes reduce and gather
         return STEP_BYTES * count / layout.dp / machine.copy_rate + moved

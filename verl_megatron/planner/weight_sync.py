@@ -1,5 +1,6 @@
 """Predicted time of weight sync between training and rollout, and the bytes that it moves."""
 
+from verl_megatron.config.rollout import OPTIMIZER_LEAVES
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.rollout.serving import arriving_bytes, own_rollout_bytes, serving_bytes
@@ -80,6 +81,6 @@ def leaving_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> flo
 
     The next user of the GPU memory waits for it: vLLM's KV cache, or another model's state.
     """
-    if run.config.reshard.offload not in ("optimizer", "all") or run.config.engine.optimizer_offload:
+    if run.config.reshard.offload not in OPTIMIZER_LEAVES or run.steps_only:
         return 0.0
     return most_optimizer_bytes(run, role) / machine.pinned_rate

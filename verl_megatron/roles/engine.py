@@ -24,6 +24,7 @@ from parallel.weights.shard import Shards
 from parallel.weights.writing import with_dtype
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import CriticConfig, EngineConfig
+from verl_megatron.config.rollout import GRADIENTS_LEAVE, OPTIMIZER_LEAVES
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.models.build import build_chunks
@@ -55,6 +56,7 @@ class EngineOptions:
     progress: Callable[[], None] = lambda: None  # called before each micro-batch
     critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
     fp8_weights_by: str = ""  # as of `ModelSpec`
+    steps_only: bool = False  # optimizer state is on the GPU during optimizer steps only
 
 
 class Engine:
@@ -79,6 +81,7 @@ class Engine:
         self.arch, self.groups = arch, groups
         self.head: Head = head
         self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
+        self.steps_only = options.steps_only
         self.value_head = options.critic if head == "lm_token" else None
         self.layout, self.scattered = groups.layout, False
         self.compute = compute_of(options.config, fp8_weights_by=options.fp8_weights_by)
@@ -242,16 +245,16 @@ class Engine:
         Args:
             what: "none"; "grads", gradient buffers, which are dropped and whose memory PyTorch reuses at
                 once; "optimizer", float32 master weights and Adam's moments, moved to pinned host memory;
-                "all", both.
+                "all" and "steps", both.
         """
         if self.optimizer is None:
             return
-        if what in ("grads", "all"):
+        if what in GRADIENTS_LEAVE:
             self.idle_gradients.offload_async(
                 keep=(), drop=gradients(self.chunks), stay=self.tensors.values()
             )
             self.idle_gradients.wait_offload(for_others=False)
-        if what in ("optimizer", "all"):
+        if what in OPTIMIZER_LEAVES:
             self.offload.offload_async(
                 keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values()
             )
@@ -263,15 +266,15 @@ class Engine:
             for_others: release the memory to other allocators; False keeps it in PyTorch's cache.
         """
         self.offload.wait_offload(for_others=for_others)
-        if for_others and self.config.optimizer_offload:
+        if for_others and self.steps_only:
             device.release_cached_memory()  # of the latest step
 
     def onload_async(self) -> None:
         """Start to load the optimizer state back; steps and checkpoints wait for it or start it.
 
-        No-op with `engine.optimizer_offload`, where passes do without it.
+        No-op with `steps_only`.
         """
-        if not self.config.optimizer_offload:
+        if not self.steps_only:
             self.offload.onload_async()
 
     @contextlib.contextmanager
@@ -283,8 +286,8 @@ class Engine:
         self._rest()
 
     def _rest(self) -> None:
-        """Take the optimizer state off the GPU until the next step, with `engine.optimizer_offload`."""
-        if self.config.optimizer_offload:
+        """Take the optimizer state off the GPU until the next step, with `steps_only`."""
+        if self.steps_only:
             self.offload_async("optimizer")
             self.offload.wait_offload(for_others=False)
 

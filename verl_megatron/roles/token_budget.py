@@ -173,7 +173,7 @@ def _free_bytes(engine: Engine) -> float:
         return math.inf
     engine.onload_async()  # takes its memory at once
     engine.idle_gradients.onload_async()
-    beside = 0 if engine.config.optimizer_offload else missing_moments_bytes(engine.optimizer)
+    beside = 0 if engine.steps_only else missing_moments_bytes(engine.optimizer)
     return device.free_memory_bytes() - beside
 
 
