@@ -186,7 +186,7 @@ start() {
     echo "node $NODE_RANK of $NNODES: ${launch[*]} -m $*"
     exec "${plan[@]}"
   fi
-  refuse_bad_settings "${plan[@]}"
+  if [[ $NNODES == 1 ]]; then launch+=(--check); else refuse_bad_settings "${plan[@]}"; fi
   [[ $BASHPID == "$$" ]] || export LAUNCH_PARENT=$$ # a shell that goes on after the ranks: they end with it
   exec "${launch[@]}" -m "$@" # on SIGTERM its ranks save and exit with 0, and so does it
 }

@@ -122,9 +122,9 @@ def test_sigterm_while_the_run_is_checked_ends_the_checks_and_the_ranks(tmp_path
 def test_ranks_go_ahead_where_a_core_is_left_and_each_has_a_gpu(monkeypatch):
     monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(launching.device, "visible_gpus", lambda: 0)
-    assert [launching._may_go_ahead(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
+    assert [launching.may_go_ahead(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
     monkeypatch.setattr(launching.device, "visible_gpus", lambda: 2)
-    assert [launching._may_go_ahead(count) for count in (2, 3)] == [True, False]
+    assert [launching.may_go_ahead(count) for count in (2, 3)] == [True, False]
 
 
 # ---- what is imported when -------------------------------------------------------------------------------

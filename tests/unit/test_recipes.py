@@ -230,7 +230,8 @@ def test_random_weights_are_made_once(tmp_path):
         (scratch / name).mkdir()
         (scratch / name / "reward.py").touch()
     again = say_recipe("llama3_70b_ppo", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
-    assert again.calls == said.calls[-2:], "nothing but a look at the settings and the start"
+    assert again.calls == said.calls[-1:], "nothing but the start"
+    assert "--check" in again.calls[0].arguments
 
 
 @pytest.mark.parametrize(("status", "made"), [("2", False), ("3", True)])
@@ -252,7 +253,7 @@ def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_pat
 @pytest.mark.parametrize(
     "given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"]
 )
-def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tmp_path):
+def test_nothing_starts_on_several_hosts_with_settings_that_are_refused(given, status, starts, tmp_path):
     (tmp_path / "llama3-8b").mkdir()
     (tmp_path / "llama3-8b/reward.py").touch()
     said = say_recipe(
@@ -262,13 +263,15 @@ def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tm
         SCRATCH=str(tmp_path),
         FAIL="--dry-run",
         FAIL_STATUS=status,
+        NNODES="2",
+        MASTER_ADDR="host",
         **given,
     )
     checked, *started = said.calls
     assert checked.arguments[-2:] == ("actor.lr=2", "--dry-run") and (
         checked.world_size,
         checked.local_world_size,
-    ) == ("4", "4")
+    ) == ("8", "4")
     assert [call.starts_ranks for call in started] == [True] * starts
     assert (said.code, said.stderr) == ((0, "") if starts else (2, "error: asked to fail\n"))
 

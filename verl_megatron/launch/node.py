@@ -4,21 +4,30 @@ It takes torchrun's arguments. A run with one world is handed on to `parallel.ru
 several gets a launcher for each world that has ranks here. The hosts meet on a `Board`, which host
 0 serves at --rdzv-endpoint; so do the launchers of a world on several hosts. All end with the status of the
 training world, or of the first world that has ended by an error of its own. A rollout world that was killed
-or is stuck starts again, on all of its hosts.
+or is stuck starts again, on all of its hosts. With --check, a dry run of the module comes first. Ranks import
+their modules meanwhile if the host has a core to spare.
 """
 
 import argparse
+import os
+import re
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from parallel.gate import Gate
+from parallel.runtime import process
 
 if TYPE_CHECKING:
     from verl_megatron.config import TrainerConfig
 
 MODULE = "verl_megatron.train"  # whose runs may have several worlds
 LAUNCHER = "parallel.runtime.launch"
+CHECK = "--check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,7 @@ class Call:
     address: str  # under which others reach this host
     module: str
     arguments: list[str]
+    checks: bool = False
 
     @classmethod
     def here(cls, module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> "Call":
@@ -61,6 +71,7 @@ class Call:
         parser.add_argument("--rdzv-conf")  # of a world on its own
         parser.add_argument("--rdzv-endpoint", default="127.0.0.1:29500")
         parser.add_argument("--local-addr", default=socket.getfqdn())
+        parser.add_argument(CHECK, action="store_true")
         given = parser.parse_args(arguments[:place])
         host, _, port = given.rdzv_endpoint.rpartition(":")
         return cls(
@@ -73,6 +84,7 @@ class Call:
             address=given.local_addr,
             module=arguments[place + 1],
             arguments=list(arguments[place + 2 :]),
+            checks=given.check,
         )
 
 
@@ -83,13 +95,44 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: the settings cannot be read, or the worlds do not fit the hosts.
     """
     call = Call.read(arguments)
-    if call.module == MODULE and (config := _worlds(call.arguments)):
+    gate = Gate(partial(_check, call)) if call.checks else None
+    from verl_megatron.launch.ranks import may_go_ahead  # slow to import, which the checks do not wait for
+
+    try:
+        config = _worlds(call.arguments) if call.module == MODULE else None
+        early = not config and may_go_ahead(call.nproc_per_node)
+        if gate and not early and (status := gate.wait()):
+            return status
+    except ValueError:
+        if gate and (status := gate.wait()):  # it has said more than this error does
+            return status
+        raise
+    except KeyboardInterrupt:
+        process.say_interrupted()
+        return 130
+    if config:
         from verl_megatron.launch.supervisor import supervise
 
         return supervise(call, config)
     from parallel.runtime import launch
 
-    return launch.main(list(arguments))
+    return launch.main([argument for argument in arguments if argument != CHECK], gate)
+
+
+def _check(call: Call) -> None:
+    """Exit with what a dry run of the module refuses, except for want of room on the GPU that it supposes."""
+    from verl_megatron.launch.command_line import NO_ROOM
+
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(call.nproc_per_node))
+    command = [sys.executable, "-m", call.module, *call.arguments, "--dry-run"]
+    done = subprocess.run(
+        command, env=os.environ | sizes, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode in (0, NO_ROOM):
+        return
+    refusal = re.search(r"^([a-z]+\.py: )?error: .*", done.stderr, re.MULTILINE | re.DOTALL)
+    sys.stderr.write(refusal[0] if refusal else done.stderr)
+    sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
 
 
 def _worlds(arguments: list[str]) -> "TrainerConfig | None":

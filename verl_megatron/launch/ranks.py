@@ -143,12 +143,12 @@ def check_and_start(
     except ValueError:
         count = 0
     is_right = not (check_types(config) or check_values(config))
-    if not (is_right and _may_go_ahead(count)) and (status := gate.wait()):
+    if not (is_right and may_go_ahead(count)) and (status := gate.wait()):
         process.end(status)
     start(module, arguments, ranks=count, restarts=restarts, gate=gate)
 
 
-def _may_go_ahead(ranks: int) -> bool:
+def may_go_ahead(ranks: int) -> bool:
     """Whether ranks may start before the checks pass: these have a core left, and each rank has a GPU."""
     gpus = device.visible_gpus()
     return 0 < ranks < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
