@@ -7,6 +7,7 @@ every rank; JSON holds the fields of `Evaluation`.
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,15 @@ def described(means: dict[str, float]) -> str:
     firsts = {name: means[name] for name in ("prompts", "samples", "score") if name in means}
     others = {name: means[name] for name in sorted(means) if not name.startswith(SPEED)}
     return ", ".join(f"{name} {value:.6g}" for name, value in (firsts | others).items())
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Import what ranks import, before they are forked."""
+    import verl_megatron.rollout.vllm
+    import verl_megatron.run  # noqa: F401
+    from verl_megatron.rollout.vllm_process import import_vllm
+
+    import_vllm()
 
 
 def main() -> None:

@@ -3,12 +3,24 @@
 `torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.layout=tp2pp2`
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel.runtime import process
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Import what ranks with these arguments import, before they are forked."""
+    import verl_megatron.launch.command_line
+    import verl_megatron.trainer  # noqa: F401
+    from verl_megatron.rollout.vllm_process import import_vllm
+
+    role = arguments[arguments.index("--role") + 1] if "--role" in arguments else "rollout"
+    if role.startswith("rollout"):
+        import_vllm()
 
 
 def main(overrides: "DictConfig") -> None:

@@ -8,6 +8,7 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 - On SIGTERM, ranks save and exit on their own; the launcher then exits with their status.
 - Ctrl-C ends the ranks with a one-line message.
 - Files that ranks leave in shared folders are removed.
+- Without GPUs, ranks of our own modules are forked from one process (`parallel.runtime.forking`).
 """
 
 import logging
@@ -21,6 +22,7 @@ from datetime import timedelta
 
 from parallel.gate import Gate
 from parallel.runtime import leftovers, process
+from parallel.runtime.forking.client import forking
 from parallel.runtime.seal import TOKEN, seal, unseal
 
 OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
@@ -94,9 +96,7 @@ class _Asked:
 
     @classmethod
     def _take(cls, number: int, frame: object) -> None:
-        ranks = process.children()
-        if cls.gate is not None:
-            ranks = [child for child in ranks if child != cls.gate.pid]
+        ranks = process.ranks()
         if number == signal.SIGINT:
             if cls.by != signal.SIGINT:
                 process.say_interrupted()
@@ -121,7 +121,7 @@ def _end_without_others() -> None:
     """
     gone_at = None
     while True:
-        gone_at = None if process.children() else gone_at or time.monotonic()
+        gone_at = None if process.ranks() else gone_at or time.monotonic()
         if gone_at and time.monotonic() > gone_at + OTHERS_S:
             process.end(128 + (_Asked.by or signal.SIGTERM))
         time.sleep(0.5)
@@ -142,32 +142,37 @@ def _run(arguments: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent's reports, which repeat those of the ranks
     try:
-        from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.launcher.api import elastic_launch
-        from torch.distributed.run import config_from_args, parse_args
-
-        register()
-        config, command, its_arguments = config_from_args(parse_args(arguments))
-        config.rdzv_backend = BACKEND
-        # respect nohup
-        config.signals_to_handle = (
-            "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"
-        )
-        try:
-            elastic_launch(config, command)(*its_arguments)
-        except ChildFailedError as error:
-            return _status(error, ranks_per_host=config.nproc_per_node)
-        except SignalException as error:
-            return 128 + error.sigval
-        except (OSError, RendezvousError, DistError) as error:
-            print(f"error: the nodes do not meet: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-            return 1
-        return 0
+        with forking(arguments):
+            return _run_agent(arguments)
     except Ended:
         return 128 + (_Asked.by or signal.SIGTERM)
+
+
+def _run_agent(arguments: list[str]) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    register()
+    config, command, its_arguments = config_from_args(parse_args(arguments))
+    config.rdzv_backend = BACKEND
+    # respect nohup
+    config.signals_to_handle = (
+        "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"
+    )
+    try:
+        elastic_launch(config, command)(*its_arguments)
+    except ChildFailedError as error:
+        return _status(error, ranks_per_host=config.nproc_per_node)
+    except SignalException as error:
+        return 128 + error.sigval
+    except (OSError, RendezvousError, DistError) as error:
+        print(f"error: the nodes do not meet: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 def _status(error, *, ranks_per_host: int) -> int:

@@ -72,6 +72,15 @@ def children(parent: int | str = "self") -> list[int]:
     return found
 
 
+def ranks(launcher: int | str = "self") -> list[int]:
+    """Return the ids of a launcher's ranks: those of its children that lead a session."""
+    found = []
+    for child in children(launcher):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += [child] if os.getsid(child) == child else []
+    return found
+
+
 def await_end(pids: Iterable[int], *, within_s: float) -> None:
     """Wait until processes have ended, for some seconds at most."""
     end, left = time.monotonic() + within_s, list(pids)
@@ -85,10 +94,10 @@ def await_end(pids: Iterable[int], *, within_s: float) -> None:
 
 def has_lost_rank() -> bool:
     """Return whether another rank of this host has ended, as far as parallel.runtime.launch shows it."""
-    parent, ranks = os.getppid(), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if os.environ.get(LAUNCHER) != str(parent) or not ranks.isdecimal():
+    parent, started = os.getppid(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if os.environ.get(LAUNCHER) != str(parent) or not started.isdecimal():
         return False
-    return 0 < len(children(parent)) < int(ranks)
+    return 0 < len(ranks(parent)) < int(started)
 
 
 def _has_lost_launcher() -> bool:

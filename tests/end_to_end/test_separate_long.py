@@ -89,9 +89,8 @@ def used_by(both: Started) -> dict[str, tuple[float, int, int, int]]:
     found = {}
     for pid, environment in both.processes().items():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if "RANK" not in environment or b"verl_megatron.train" not in words or b"--role" not in words:
-            continue
-        if b"parallel.runtime.launch" in words:
+        is_rank = environment.get("RANK", "").isdecimal() and b"parallel.runtime.launch" not in words
+        if not is_rank or b"verl_megatron.train" not in words or b"--role" not in words:
             continue
         status = Path(f"/proc/{pid}/status").read_text()
         files = []

@@ -181,7 +181,7 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, m
         raise SystemExit(status)
 
     monkeypatch.setattr("parallel.runtime.process.end", end)
-    monkeypatch.setattr(launching, "may_go_ahead", lambda ranks: False)  # but wait for the checks
+    monkeypatch.setattr(launching, "may_go_ahead", lambda ranks, forked: False)  # but wait for the checks
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     shown = capfd.readouterr().err

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from parallel import gate
-from parallel.runtime import leftovers, process
+from parallel.runtime import forking, leftovers, process
 from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.commands import COMMANDS
 from verl_megatron.launch import ranks as launching
@@ -122,9 +123,17 @@ def test_sigterm_while_the_run_is_checked_ends_the_checks_and_the_ranks(tmp_path
 def test_ranks_go_ahead_where_a_core_is_left_and_each_has_a_gpu(monkeypatch):
     monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(launching.device, "visible_gpus", lambda: 0)
-    assert [launching.may_go_ahead(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
+    ahead = partial(launching.may_go_ahead, forked=False)
+    assert [ahead(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
     monkeypatch.setattr(launching.device, "visible_gpus", lambda: 2)
-    assert [launching.may_go_ahead(count) for count in (2, 3)] == [True, False]
+    assert [ahead(count) for count in (2, 3)] == [True, False]
+
+
+def test_forked_ranks_go_ahead_where_a_core_is_left_beside_the_one_that_imports(monkeypatch):
+    for cores in (1, 2):
+        monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        ahead = [launching.may_go_ahead(count, forked=True) for count in (0, 1, 64)]
+        assert ahead == [False, cores > 1, cores > 1]
 
 
 # ---- what is imported when -------------------------------------------------------------------------------
@@ -177,6 +186,14 @@ def test_a_start_counts_neither_what_a_shell_did_before_nor_earlier_attempts(mon
     assert StartClock().seconds["launch"] <= 0.5
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert list(StartClock().seconds) == ["imports"]
+
+
+def test_imports_of_a_forked_rank_begin_in_its_server(monkeypatch):
+    monkeypatch.setenv(process.LAUNCHER, str(os.getppid()))
+    monkeypatch.setattr(forking, "began", time.clock_gettime(time.CLOCK_BOOTTIME) - 0.5)
+    assert StartClock().seconds["imports"] == pytest.approx(0.5, abs=0.1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert StartClock().seconds["imports"] > 1, "this process has imported by itself"
 
 
 def test_a_process_that_no_launcher_started_has_no_start_of_its_own(monkeypatch):

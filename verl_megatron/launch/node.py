@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from parallel.gate import Gate
 from parallel.runtime import process
+from parallel.runtime.forking.client import may_fork
 
 if TYPE_CHECKING:
     from verl_megatron.config import TrainerConfig
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         config = _worlds(call.arguments) if call.module == MODULE else None
-        early = not config and may_go_ahead(call.nproc_per_node)
+        early = not config and may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
         if gate and not early and (status := gate.wait()):
             return status
     except ValueError:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from parallel import device
 from parallel.gate import Gate
 from parallel.runtime import launch, process
+from parallel.runtime.forking.client import may_fork
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.limits import check_types, check_values
@@ -143,15 +144,16 @@ def check_and_start(
     except ValueError:
         count = 0
     is_right = not (check_types(config) or check_values(config))
-    if not (is_right and may_go_ahead(count)) and (status := gate.wait()):
+    early = is_right and may_go_ahead(count, forked=may_fork(module))
+    if not early and (status := gate.wait()):
         process.end(status)
     start(module, arguments, ranks=count, restarts=restarts, gate=gate)
 
 
-def may_go_ahead(ranks: int) -> bool:
+def may_go_ahead(ranks: int, *, forked: bool) -> bool:
     """Whether ranks may start before the checks pass: these have a core left, and each rank has a GPU."""
-    gpus = device.visible_gpus()
-    return 0 < ranks < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
+    gpus, importing = device.visible_gpus(), min(ranks, 1) if forked else ranks
+    return 0 < importing < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
 
 
 def launcher_arguments(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:

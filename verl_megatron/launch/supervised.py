@@ -1,5 +1,6 @@
 """Command line of the supervised tasks, which differ in the class of their settings."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,12 @@ def run_supervised(schema: type[SupervisedConfig]) -> None:
     from verl_megatron.launch.command_line import run_command
 
     run_command(partial(main, schema=schema), plan=partial(plan, schema=schema))
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Import what ranks import, before they are forked."""
+    import verl_megatron.launch.command_line
+    import verl_megatron.supervised.trainer  # noqa: F401
 
 
 def main(overrides: "DictConfig", *, schema: type[SupervisedConfig]) -> None:

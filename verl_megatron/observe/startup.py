@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from parallel.runtime import leftovers, process
+from parallel.runtime import forking, leftovers, process
 
 BEGAN = "LAUNCH_BEGAN"  # environment variable: when a recipe began with this run, seconds since 1970
 
@@ -14,8 +14,9 @@ class StartClock:
     """Seconds of the stages of a start.
 
     For a rank of the launcher, `launch` is the time from the launcher's start to its own, and `imports` the
-    time from there until the clock is made. Other stages are contexts. A recipe's shell, which becomes the
-    launcher, may have done other work before; ranks that are started again were not waited for.
+    time from there until the clock is made. Imports of a forked rank begin in its server. Other stages are
+    contexts. A recipe's shell, which becomes the launcher, may have done other work before; ranks that are
+    started again were not waited for.
     """
 
     def __init__(self):
@@ -23,6 +24,7 @@ class StartClock:
         if os.environ.get(process.LAUNCHER) == str(os.getppid()):
             own, now = _start_of(os.getpid()), time.clock_gettime(time.CLOCK_BOOTTIME)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                own = forking.began or own
                 began = max(_start_of(os.getppid()), now - time.time() + _seconds(BEGAN))
                 self.seconds["launch"] = max(0.0, own - began)
             self.seconds["imports"] = max(0.0, now - own)

@@ -116,6 +116,11 @@ def importing() -> Iterator[None]:
         torch._dynamo.config.disable, triton.level = disabled, level
 
 
+def import_worker() -> None:
+    """Import what an engine imports when it is constructed, so that ranks can be forked after that."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 def prepare() -> None:
     """Apply all patches; call after importing vLLM and before its first engine."""
     for _, patch in CPU_PATCHES.values():

@@ -46,6 +46,9 @@ def import_vllm() -> None:
     with preserved_environment(ENVIRONMENT), threads, starting():
         from vllm import LLM  # noqa: F401 (its module imports nearly all that an engine needs)
 
+        if not device.is_gpu():
+            vllm_cpu.import_worker()
+
 
 @contextlib.contextmanager
 def groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:

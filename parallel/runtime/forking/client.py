@@ -1,0 +1,195 @@
+"""The launcher's side of the fork server: starts it, and asks it for ranks.
+
+Needs only the standard library until the agent starts.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from parallel.runtime.forking.server import BLANK, REQUEST
+
+# Modules whose ranks are forked, and where the function `preload` is that imports what they import.
+PRELOADED_BY = {
+    "verl_megatron.train": "verl_megatron.train",
+    "verl_megatron.sft": "verl_megatron.launch.supervised",
+    "verl_megatron.dpo": "verl_megatron.launch.supervised",
+    "verl_megatron.reward_model": "verl_megatron.launch.supervised",
+    "verl_megatron.evaluation": "verl_megatron.evaluation",
+}
+SERVER = "parallel.runtime.forking.server"
+# Of a host with GPUs: imports may initialize one there, which does not work in forks.
+GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+# Environment variables that differ between ranks, or are set late; no module reads them when it is imported.
+OF_A_RANK = {
+    *("RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
+OF_TORCHRUN = "TORCHELASTIC_"
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def may_fork(module: str) -> bool:
+    """Whether ranks of this module are forked here: there is no GPU, and standard streams are open."""
+    streams = (f"/proc/self/fd/{number}" for number in range(3))
+    return module in PRELOADED_BY and all(map(os.path.exists, streams)) and not any(map(os.path.exists, GPUS))
+
+
+@contextlib.contextmanager
+def forking(arguments: Sequence[str]) -> Iterator[None]:
+    """Context in which torch's agent forks its ranks, if it can.
+
+    Args:
+        arguments: torchrun's.
+    """
+    place = arguments.index("-m") if "-m" in arguments else len(arguments)
+    if not may_fork("".join(arguments[place + 1 : place + 2])):
+        yield
+        return
+    module, its_arguments = arguments[place + 1], arguments[place + 2 :]
+    server = ForkServer(module, its_arguments, preloaded_by=PRELOADED_BY[module])
+    try:
+        with _asked_by_torch(server):
+            yield
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _asked_by_torch(server: "ForkServer") -> Iterator[None]:
+    """Context in which the agent's class for a rank's process asks the server: it takes no other."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    theirs = SubprocessHandler._popen
+
+    def start(handler, command: Sequence[str], environment: dict[str, str]):
+        stdout, stderr = (
+            file.fileno() if file else usual for file, usual in ((handler._stdout, 1), (handler._stderr, 2))
+        )
+        rank = server.fork(command, environment, stdout=stdout, stderr=stderr)
+        return rank or theirs(handler, tuple(command), environment)
+
+    handlers: Any = SubprocessHandler
+    handlers._popen = start
+    try:
+        yield
+    finally:
+        handlers._popen = theirs
+
+
+class ForkServer:
+    """A process that has imported what ranks of a module import, and forks them.
+
+    It has this process's environment. It must be started by the main thread, with which it ends.
+
+    Args:
+        module: each rank runs `python -u -m module arguments`.
+        preloaded_by: a module whose function `preload(arguments)` the server calls.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], *, preloaded_by: str):
+        self._command = (sys.executable, "-u", "-m", module, *arguments)
+        self._environment = dict(os.environ)
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", SERVER, str(theirs.fileno()), preloaded_by, module, *arguments],
+                env=self._environment | {"RANK": BLANK},
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the launcher; not a session, by which ranks are known
+            )
+
+    def fork(
+        self, command: Sequence[str], environment: dict[str, str], *, stdout: int, stderr: int
+    ) -> "ForkedRank | None":
+        """Start a rank; None if it cannot be forked, so that it has to be started as a new interpreter.
+
+        Args:
+            stdout: file descriptor.
+            stderr: file descriptor.
+        """
+        if tuple(command) != self._command or not self._suits(environment):
+            return None
+        text = "\0".join(f"{name}={value}" for name, value in environment.items())
+        with open(os.memfd_create("environment of a rank"), "w+b") as file:
+            file.write(os.fsencode(text))
+            file.seek(0)
+            with contextlib.suppress(OSError), adopting():  # the server has ended
+                socket.send_fds(self._channel, [REQUEST], [file.fileno(), stdout, stderr])
+                if number := self._channel.recv(32):
+                    return _adopted(int(number))
+        return None
+
+    def _suits(self, environment: dict[str, str]) -> bool:
+        """Whether nothing that is read at imports differs from the server's environment."""
+        changed = {name for name, _ in environment.items() ^ self._environment.items()}
+        return not any(name not in OF_A_RANK and not name.startswith(OF_TORCHRUN) for name in changed)
+
+    def close(self) -> None:
+        """End the server; ranks go on."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Context in which this process becomes the parent of its descendants whose own parent ends."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _adopted(number: int) -> "ForkedRank | None":
+    rank = ForkedRank(number)
+    try:
+        rank.poll()
+    except ChildProcessError:  # this system gave it to another process
+        os.kill(number, signal.SIGKILL)
+        return None
+    return rank
+
+
+class ForkedRank:
+    """A rank that is this process's child, with what torch's agent uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the number of the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return `poll`'s code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
