@@ -328,6 +328,11 @@ def _eos_of(path: Path) -> set[int]:
     return {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
 
 
+def import_transformers() -> None:
+    """Import what `load_tokenizer` imports."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder, the fast one if there is one.
 

@@ -21,6 +21,9 @@ def preload(arguments: Sequence[str]) -> None:
     """Import what ranks import, before they are forked."""
     import verl_megatron.launch.command_line
     import verl_megatron.supervised.trainer  # noqa: F401
+    from verl_megatron.data.tokenizer import import_transformers
+
+    import_transformers()
 
 
 def main(overrides: "DictConfig", *, schema: type[SupervisedConfig]) -> None:
