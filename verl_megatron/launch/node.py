@@ -97,9 +97,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     call = Call.read(arguments)
     gate = Gate(partial(_check, call)) if call.checks else None
-    from verl_megatron.launch.ranks import may_go_ahead  # slow to import, which the checks do not wait for
-
     try:
+        from verl_megatron.launch.ranks import may_go_ahead  # slow to import: the checks do not wait for it
+
         config = _worlds(call.arguments) if call.module == MODULE else None
         early = not config and may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
         if gate and not early and (status := gate.wait()):
