@@ -156,7 +156,17 @@ def new_group(
     Args:
         timeout: of its collectives; None: torch's default for the backend.
     """
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
+    default = cast(dist.ProcessGroup, dist.group.WORLD)
+    # With a GPU bound to the default group, torch lets ranks outside a new group take part in splitting NCCL's
+    # communicator, also for a gloo group, whose members do not split it: those ranks would wait for ever.
+    gpu, default.bound_device_id = (
+        default.bound_device_id,
+        None if backend == "gloo" else default.bound_device_id,
+    )
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
+    finally:
+        default.bound_device_id = gpu
 
 
 def agree(check: Callable[[], T], ranks: RankSet) -> T:
