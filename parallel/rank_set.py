@@ -157,12 +157,11 @@ def new_group(
         timeout: of its collectives; None: torch's default for the backend.
     """
     default = cast(dist.ProcessGroup, dist.group.WORLD)
-    # With a GPU bound to the default group, torch lets ranks outside a new group take part in splitting NCCL's
-    # communicator, also for a gloo group, whose members do not split it: those ranks would wait for ever.
-    gpu, default.bound_device_id = (
-        default.bound_device_id,
-        None if backend == "gloo" else default.bound_device_id,
-    )
+    gpu = default.bound_device_id
+    # With a GPU bound to the default group, torch has ranks outside a new group take part in splitting NCCL's
+    # communicator, also for a gloo group. Its members split nothing, so those ranks would wait for ever.
+    if backend == "gloo":
+        default.bound_device_id = None
     try:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
     finally:

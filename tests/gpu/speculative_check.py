@@ -37,8 +37,8 @@ def main() -> None:
     prompts = likely_texts(model)
     (engines.folder / "likely.json").write_text(json.dumps(prompts))
     on = engines.actor_of("sharp", config=replace(ON, gpu_memory_utilization=0.2))
-    # Heads of 64 have weaker preferences than those of the CPU's test, so a wrong temperature takes more samples
-    # to notice. bfloat16 moves probabilities by about one percent, far less than these tell apart.
+    # Heads of 64 have weaker preferences than those of the CPU's test, so a wrong temperature takes more
+    # samples to notice. bfloat16 moves probabilities by about one percent, far less than these tell apart.
     check_distribution(model, on, prompts[0], 8000)
     check_logprobs(model, on, prompts[0], atol=0.15)
     check_circles(on)

@@ -1,4 +1,4 @@
-"""How process groups are made where a GPU is bound to the default one, in a world that only seems to be there."""
+"""Making process groups where a GPU is bound to the default one, in a world of fake ranks."""
 
 import pytest
 import torch
