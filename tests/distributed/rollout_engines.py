@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 folder = Path(sys.argv[-1])
-TORCHRUN = {
-    name: os.environ.pop(name, "")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-}
+# An engine alone would also wait for a store of the launcher's, which is not at the address of its own.
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+TORCHRUN = {name: os.environ.pop(name, "") for name in LAUNCHER}
 
 import numpy  # noqa: E402
 import torch  # noqa: E402

@@ -1,5 +1,7 @@
 """Making process groups where a GPU is bound to the default one, in a world of fake ranks."""
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,11 +20,15 @@ class Split:
         raise TimeoutError(f"the others do not split {gpu}")
 
 
+def default() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
+
+
 @pytest.fixture
 def outsider(monkeypatch):
     """Rank 1 of 2, bound to a GPU."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    dist.group.WORLD.bound_device_id = GPU
+    default().bound_device_id = GPU
     monkeypatch.setattr(
         distributed_c10d, "_get_split_source", lambda group: Split() if group.bound_device_id else None
     )
@@ -32,10 +38,10 @@ def outsider(monkeypatch):
 
 def test_ranks_outside_a_gloo_group_do_not_wait_for_its_members(outsider):
     assert new_group([0], "gloo") == dist.GroupMember.NON_GROUP_MEMBER
-    assert dist.group.WORLD.bound_device_id == GPU
+    assert default().bound_device_id == GPU
 
 
 def test_ranks_outside_other_groups_take_part_in_splitting(outsider):
     with pytest.raises(TimeoutError, match="cuda:0"):
         new_group([0], "fake")
-    assert dist.group.WORLD.bound_device_id == GPU
+    assert default().bound_device_id == GPU
