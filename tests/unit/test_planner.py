@@ -49,6 +49,15 @@ def shared_prompts(layout: str, *, rollout: int, dtype: str = "bfloat16", **sett
     return config
 
 
+def full_sharding() -> TrainerConfig:
+    """`bash tests/gpu/check.sh full` on one GPU."""
+    settings = dict(rollout=1, share=0.25, recompute="full", sharding="full", tokens_per_micro_batch=8192)
+    config = grpo_config("tp1", 8, offload="steps", **settings)
+    config.algorithm.kl_coef, config.algorithm.num_mini_batches = 0, 1
+    config.engine.shared_prompts, config.rollout.max_num_seqs = True, 64
+    return config
+
+
 def fp8_rollout(config: TrainerConfig) -> TrainerConfig:
     config.rollout.weight_dtype = "fp8"
     return config
@@ -207,6 +216,13 @@ MEASURED = {
         gib={},
         seconds=dict(rollout=3.32, log_probs=2.32, actor_update=4.16),
         iteration=10.1,
+    ),
+    "full sharding, one GPU": Measured(
+        gpus=1,
+        config=full_sharding(),
+        gib=dict(rollout=65.8, log_probs=42.6, actor_update=134.4),
+        seconds=dict(rollout=3.68, actor_update=7.22),
+        iteration=11.3,
     ),
     "grpo, samples of 16,384": Measured(
         gpus=2,
