@@ -49,6 +49,8 @@ class Gate:
         if self._status is None:
             _, ended = os.waitpid(self.pid, 0)
             status = os.waitstatus_to_exitcode(ended)
+            if status < 0 and -status not in (signal.SIGINT, signal.SIGTERM):
+                print(f"error: the checks were {process.ended_by(-status)}", file=sys.stderr, flush=True)
             self._status = status if status >= 0 else 128 - status
         return self._status
 
@@ -81,6 +83,8 @@ def _check(check: Callable[[], object], lock: int, parent: int) -> None:
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -100,7 +104,7 @@ def pass_through() -> None:
         return
     try:
         file = os.open(os.environ[GATE], os.O_RDONLY)
-    except OSError:  # of a launcher that has ended: this process was started by something else
+    except (FileNotFoundError, PermissionError):  # of a launcher that has ended: something else started this
         return
     try:
         fcntl.flock(file, fcntl.LOCK_SH)

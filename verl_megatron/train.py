@@ -18,8 +18,8 @@ def preload(arguments: Sequence[str]) -> None:
     import verl_megatron.trainer  # noqa: F401
     from verl_megatron.rollout.vllm_process import import_vllm
 
-    role = arguments[arguments.index("--role") + 1] if "--role" in arguments else "rollout"
-    if role.startswith("rollout"):
+    options = " ".join(arguments).replace("--role=", "--role ")
+    if "--role " not in options or "--role rollout" in options:
         import_vllm()
 
 

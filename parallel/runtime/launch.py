@@ -11,6 +11,7 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 - Without GPUs, ranks of our own modules are forked from one process (`parallel.runtime.forking`).
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -52,6 +53,17 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
     for name, value in USUAL.items():
         os.environ.setdefault(name, value)
     _Asked.listen()
+    try:
+        return _begin(arguments, gate)
+    except Ended:
+        return _Asked.refused or 128 + (_Asked.by or signal.SIGTERM)
+    finally:
+        _Asked.stop_listening()  # there are no ranks
+        leftovers.end()
+        leftovers.sweep()  # files of killed ranks
+
+
+def _begin(arguments: list[str], gate: Gate | None) -> int:
     if gate is not None:
         _Asked.gate = gate
         os.environ |= gate.environment
@@ -63,12 +75,8 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
         # torch's shared store listens on every interface; `Rendezvous` has its own
         "1"
     )
-    try:
-        status = _run(arguments)
-        return _Asked.refused or status
-    finally:
-        leftovers.end()
-        leftovers.sweep()  # files of killed ranks
+    status = _run(arguments)
+    return _Asked.refused or status
 
 
 class _Asked:
@@ -86,6 +94,11 @@ class _Asked:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, cls._take)
+
+    @classmethod
+    def stop_listening(cls) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     @classmethod
     def refuse(cls, status: int) -> None:
@@ -132,20 +145,15 @@ class Ended(BaseException):
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(leader, number)  # torchrun starts each rank in its own session
-    except ProcessLookupError:  # the session does not exist yet, or the rank has just exited
-        os.kill(leader, number)
+    with contextlib.suppress(ProcessLookupError):  # it has just exited
+        os.killpg(leader, number)  # each rank has a session of its own
 
 
 def _run(arguments: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent's reports, which repeat those of the ranks
-    try:
-        with forking(arguments):
-            return _run_agent(arguments)
-    except Ended:
-        return 128 + (_Asked.by or signal.SIGTERM)
+    with forking(arguments):
+        return _run_agent(arguments)
 
 
 def _run_agent(arguments: list[str]) -> int:
@@ -203,9 +211,8 @@ def _unexplained(rank: int, failure, status: int) -> str:
         return f"on {_Asked.by.name}: rank {rank} (process {failure.pid}) ended with {status}"
     if failure.exitcode >= 0:
         return f"error: rank {rank} (process {failure.pid}) ended with {status}; its output says why"
-    name = signal.Signals(-failure.exitcode).name
-    remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else "see run.log"
-    return f"error: rank {rank} (process {failure.pid}) was ended by {name}; {remedy}"
+    cause = process.ended_by(-failure.exitcode, otherwise="see run.log")
+    return f"error: rank {rank} (process {failure.pid}) was {cause}"
 
 
 # ---- rendezvous --------------------------------------------------------------------------------------------

@@ -142,6 +142,13 @@ def say_interrupted() -> None:
     os.write(2, b"interrupted; the same command goes on from the newest checkpoint, where there is one\n")
 
 
+def ended_by(number: int, *, otherwise: str = "start the run again") -> str:
+    """Return `ended by SIGNAL; REMEDY`, which is `otherwise` unless the system may have wanted its memory."""
+    name = signal.Signals(number).name
+    remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else otherwise
+    return f"ended by {name}; {remedy}"
+
+
 def end(status: int) -> NoReturn:
     """Exit at once, without teardown, and remove files that only this process uses."""
     leftovers.end()

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from parallel import gate
 from parallel.runtime import endings, process
 
 VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line; lines of a message
 CLOSE = 0.65  # least similarity of a name that is suggested
 REFUSED = 2  # exit status
+NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 OURS = ("parallel", "verl_megatron")
 
 
@@ -82,6 +84,7 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
     Args:
         agreed: every rank has this text; otherwise a rank that is not ended in time prints it as well.
     """
+    gate.pass_through()  # if the run's checks fail, they have said it
     rank, text = os.environ.get("RANK") or "0", readable(text)
     said = text + f" (rank {rank})" * (rank != "0")
     tell_torchrun(text if agreed else said, agreed=agreed)
@@ -94,6 +97,7 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
 
 def fail(error: BaseException) -> NoReturn:
     """Print an unexpected error in one line and exit with 1; with its traceback, unless a log has that."""
+    gate.pass_through()
     text = readable(endings.last_words(error))
     tell_torchrun(text)
     if "log" not in endings.place_of(error):

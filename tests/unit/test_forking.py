@@ -171,6 +171,8 @@ def test_ranks_go_on_without_the_server_and_no_other_is_forked(serve):
         "raise ImportError('not installed')",
         "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()",
         "os.kill(os.getpid(), 9)",
+        "os.fork = lambda: open('/')",  # raises OSError
+        "fork, own = os.fork, os.getpid(); os.fork = lambda: fork() if os.getpid() == own else open('/')",
     ],
 )
 def test_where_nothing_can_be_forked_nothing_is(serve, more, folder, capfd):
@@ -204,6 +206,10 @@ def test_a_module_of_ours_has_what_preloads_it():
 def test_ranks_are_forked_without_gpus_and_only_those_of_our_modules(monkeypatch):
     monkeypatch.setattr(client, "GPUS", ("/dev/none",))
     assert client.may_fork("verl_megatron.train") and not client.may_fork("mine.train")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # NumPy's import starts threads
+    assert not client.may_fork("verl_megatron.train")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert client.may_fork("verl_megatron.train")
     monkeypatch.setattr(client, "GPUS", ("/dev/none", "/dev/null"))
     assert not client.may_fork("verl_megatron.train")
 

@@ -77,6 +77,21 @@ def test_no_rank_begins_if_the_checks_fail_or_are_killed(check, status, tmp_path
     shown, errors = running.communicate(timeout=60)
     assert shown.split() == [str(status), "2"], "the rank ends by itself, and says nothing"
     assert ("ZeroDivisionError" in errors) == (status == 1)
+    assert ("error: the checks were ended by SIGKILL; the host" in errors) == (status == 137)
+
+
+@pytest.mark.parametrize(
+    ("check", "codes", "said"),
+    [("lambda: (wait(), sys.exit('no'))", ["1", "2"], "no\n"), ("wait", ["0", "2"], "error: bad x\n")],
+)
+def test_a_rank_complains_of_nothing_before_the_checks_have_passed(check, codes, said, tmp_path):
+    rank = "from parallel.runtime.refusal import complain; print('imported', flush=True); complain('bad x')"
+    running = program(ONE_RANK.format(check=check).replace("RANK", repr(rank)), tmp_path)
+    assert running.stdout and running.stdout.readline() == "imported\n"
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    shown, errors = running.communicate(timeout=60)
+    assert (shown.split(), errors) == (codes, said)
 
 
 def test_without_a_gate_and_behind_one_that_is_gone_nobody_waits(monkeypatch):
@@ -118,6 +133,21 @@ def test_sigterm_while_the_run_is_checked_ends_the_checks_and_the_ranks(tmp_path
     running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGTERM
     assert not any(os.path.exists(f"/proc/{other}") for other in others)
+
+
+INTERRUPTED_TWICE = """
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+    launch.{begins} = launch.leftovers.sweep = interrupt
+    sys.exit(launch.main([]))
+"""
+
+
+@pytest.mark.parametrize("begins", ["leftovers.begin", "_run_agent"])
+def test_a_second_interrupt_is_no_traceback(begins, tmp_path):
+    running = program(INTERRUPTED_TWICE.format(begins=begins), tmp_path)
+    errors = running.communicate(timeout=60)[1]
+    assert running.returncode == 130 and errors.startswith("interrupted") and errors.count("\n") == 1, errors
 
 
 def test_ranks_go_ahead_where_a_core_is_left_and_each_has_a_gpu(monkeypatch):

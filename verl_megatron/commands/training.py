@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import NO_ROOM, short_repr
 from verl_megatron.commands import refusing
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     from parallel.sealed_store import given_address
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
-    from verl_megatron.launch.command_line import NO_ROOM, settings_of
+    from verl_megatron.launch.command_line import settings_of
     from verl_megatron.launch.hosts import devices_in, ranks_of_role
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from parallel.runtime.refusal import NO_ROOM
 from verl_megatron.config import SCHEMAS
 from verl_megatron.config.gpus import USUAL, machine_of
 from verl_megatron.config.section import as_dict
@@ -16,7 +17,7 @@ from verl_megatron.launch.bases import files_of
 from verl_megatron.launch.recipe import SHIPPED
 
 # Of the dry run, whose modules import torch: the doctor works where that is broken.
-NO_ROOM, DOES_NOT_FIT = 3, "It does not fit:"
+DOES_NOT_FIT = "It does not fit:"
 
 
 def check_recipe_fits(case: Case) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel.runtime import process
 from parallel.runtime.environment import check_environment
 from parallel.runtime.refusal import (
+    NO_ROOM,
     RefusalError,
     complain,
     fail,
@@ -38,7 +39,6 @@ from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 from verl_megatron.model_specs import SCORERS
 
-NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
 RECIPE = "recipe"  # its name in Hydra's store

@@ -11,6 +11,7 @@ their modules meanwhile if the host has a core to spare.
 import argparse
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from parallel.gate import Gate
 from parallel.runtime import process
 from parallel.runtime.forking.client import may_fork
+from parallel.runtime.refusal import NO_ROOM, REFUSED
 
 if TYPE_CHECKING:
     from verl_megatron.config import TrainerConfig
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 MODULE = "verl_megatron.train"  # whose runs may have several worlds
 LAUNCHER = "parallel.runtime.launch"
 CHECK = "--check"
+SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables by which a dry run knows the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Call:
         parser.add_argument("--rdzv-id", default="verl_megatron")
         parser.add_argument("--rdzv-conf")  # of a world on its own
         parser.add_argument("--rdzv-endpoint", default="127.0.0.1:29500")
-        parser.add_argument("--local-addr", default=socket.getfqdn())
+        parser.add_argument("--local-addr")
         parser.add_argument(CHECK, action="store_true")
         given = parser.parse_args(arguments[:place])
         host, _, port = given.rdzv_endpoint.rpartition(":")
@@ -82,7 +85,7 @@ class Call:
             max_restarts=given.max_restarts,
             rdzv_id=given.rdzv_id,
             endpoint=(host.strip("[]"), int(port)),
-            address=given.local_addr,
+            address=given.local_addr or socket.getfqdn(),
             module=arguments[place + 1],
             arguments=list(arguments[place + 2 :]),
             checks=given.check,
@@ -95,44 +98,54 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the settings cannot be read, or the worlds do not fit the hosts.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        process.say_interrupted()
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str]) -> int:
     call = Call.read(arguments)
     gate = Gate(partial(_check, call)) if call.checks else None
     try:
-        from verl_megatron.launch.ranks import may_go_ahead  # slow to import: the checks do not wait for it
-
         config = _worlds(call.arguments) if call.module == MODULE else None
-        early = not config and may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
-        if gate and not early and (status := gate.wait()):
+        if gate and not (not config and _may_go_ahead(call)) and (status := gate.wait()):
             return status
     except ValueError:
         if gate and (status := gate.wait()):  # it has said more than this error does
             return status
         raise
-    except KeyboardInterrupt:
-        process.say_interrupted()
-        return 130
     if config:
         from verl_megatron.launch.supervisor import supervise
 
         return supervise(call, config)
     from parallel.runtime import launch
 
-    return launch.main([argument for argument in arguments if argument != CHECK], gate)
+    place = list(arguments).index("-m")
+    ours = [argument for argument in arguments[:place] if argument != CHECK]
+    return launch.main([*ours, *arguments[place:]], gate)
+
+
+def _may_go_ahead(call: Call) -> bool:
+    from verl_megatron.launch.ranks import may_go_ahead  # slow to import: the checks do not wait for it
+
+    return may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
 
 
 def _check(call: Call) -> None:
     """Exit with what a dry run of the module refuses, except for want of room on the GPU that it supposes."""
-    from verl_megatron.launch.command_line import NO_ROOM
-
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(call.nproc_per_node))
+    told = {name: value for name, value in os.environ.items() if name not in SIZES}
+    if not any(argument.partition("=")[0] == "--role" for argument in call.arguments):
+        told |= dict.fromkeys(SIZES, str(call.nproc_per_node))  # else these are one world's ranks only
     command = [sys.executable, "-m", call.module, *call.arguments, "--dry-run"]
-    done = subprocess.run(
-        command, env=os.environ | sizes, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode in (0, NO_ROOM):
         return
     refusal = re.search(r"^([a-z]+\.py: )?error: .*", done.stderr, re.MULTILINE | re.DOTALL)
     sys.stderr.write(refusal[0] if refusal else done.stderr)
+    if done.returncode < 0 and not refusal:
+        print(f"error: the checks were {process.ended_by(-done.returncode)}", file=sys.stderr)
     sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
 
 
@@ -151,4 +164,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED if isinstance(error, ValueError) else 1)

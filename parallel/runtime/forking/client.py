@@ -38,9 +38,14 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def may_fork(module: str) -> bool:
-    """Whether ranks of this module are forked here: there is no GPU, and standard streams are open."""
+    """Whether ranks of this module are forked here.
+
+    There is no GPU, standard streams are open, and imports start no threads, as OpenBLAS does of NumPy.
+    """
+    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or "1"
     streams = (f"/proc/self/fd/{number}" for number in range(3))
-    return module in PRELOADED_BY and all(map(os.path.exists, streams)) and not any(map(os.path.exists, GPUS))
+    is_alone = threads == "1" and all(map(os.path.exists, streams)) and not any(map(os.path.exists, GPUS))
+    return is_alone and module in PRELOADED_BY
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ what `python -u -m MODULE ARGUMENTS` runs, in a session of its own. Its parent i
 started it: the process between them ends at once, and the launcher adopts the rank (`adopting` in `client`).
 So the launcher alone waits for ranks and signals to them. The server ends with the launcher.
 
-It has one thread, because a fork copies only the thread that calls it. If imports started others it ends, and
-so it does if they fail; ranks then start without it and say why.
+It has one thread, because a fork copies only the thread that calls it. If imports start others it ends, and
+so it does if they or a fork fail; ranks then start without it.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def main(channel: socket.socket, preloaded_by: str, module: str, arguments: Sequ
         os._exit(1)
     if len(os.listdir("/proc/self/task")) > 1:
         os._exit(1)
-    _serve(channel)
+    try:
+        _serve(channel)
+    except OSError:  # no more processes, or the launcher has ended
+        os._exit(1)
     command = [sys.executable, "-u", "-m", module, *arguments]
     _show(command)
     sys.orig_argv[:], sys.argv[1:] = command, arguments
@@ -67,6 +71,8 @@ def _serve(channel: socket.socket) -> None:
         if number is None:
             channel.close()
             return
+        if not number:
+            os._exit(1)  # nothing of no bytes can be sent
         for file in files:
             os.close(file)
         channel.send(number)
@@ -97,6 +103,7 @@ def _fork(files: Sequence[int]) -> bytes | None:
         os.close(writing)
         os.close(reading)
     except BaseException:
+        traceback.print_exc()
         os._exit(1)
     return None
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from parallel import device
 from parallel.layout import Layout
+from parallel.runtime.refusal import NO_ROOM
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.overrides import structured
@@ -24,7 +25,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.formats.json_lines import read_rows
-from verl_megatron.launch.command_line import NO_ROOM, settings_of
+from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.recipe import SHIPPED
 from verl_megatron.planner import PlannedRun
 
