@@ -347,15 +347,13 @@ def test_supervised_runs(folder):
     config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
     config.actor.path = str(folder / "model")
     assert check_supervised_config(config, world_size=4) == []
-    config.data.samples_per_step, config.data.max_tokens, config.actor.layout = 1, 257, "tp2"
+    config.engine.min_lr_ratio, config.data.samples_per_step = 0.1, 1
+    config.data.max_tokens, config.actor.layout = 257, "tp2"
     config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 5
     config.data.validation = config.data.train
     problems = check_supervised_config(config, world_size=4)
-    assert [problem.split("=")[0] for problem in problems] == [
-        "data.samples_per_step",
-        "data.max_tokens",
-        "run.keep_best_k",
-    ]
+    wrong = ["engine.min_lr_ratio", "data.samples_per_step", "data.max_tokens", "run.keep_best_k"]
+    assert [problem.split("=")[0] for problem in problems] == wrong
 
 
 def test_pairs(folder):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from parallel.placement import busiest_elements
+from parallel.runtime.refusal import NO_ROOM
 from tests.launchers import LAUNCH, environment, hostfile
 from tests.planned import arch
 from tests.worlds import ROOT
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
-from verl_megatron.launch.command_line import NO_ROOM
+from verl_megatron.data.packing import Units
 from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
 from verl_megatron.planner import MACHINES, check_supervised_fits
 from verl_megatron.planner.reshard.case import read_case
@@ -190,6 +191,28 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
         problems(None) == []
         and "this run cannot fit 4 GPUs of 140 GiB: a step: " in problems(MACHINES["h200"])[0]
     )
+
+
+@pytest.mark.parametrize(("length", "budget"), [(8192, 8192), (5000, 16384), (8192, 24576), (100, 8192)])
+def test_plans_keep_pairs_together_as_runs_do(length, budget):
+    config = DPOConfig()
+    config.actor.path, config.actor.layout = "llama3-8b", "tp8"
+    config.data.pairs_per_step, config.data.max_tokens = 32, length
+    config.engine.tokens_per_micro_batch = budget
+    run = supervised_run(config, world_size=8, read=arch)
+    pairs = Units([[place, place + 1] for place in range(0, 64, 2)], [length] * 64)
+    batches = pairs.micro_batches(tokens_per_micro_batch=budget, multiple_of=1)
+    assert run.micro_batches(run.actor) == (len(batches), max(map(len, batches)))
+
+
+def test_the_remedies_of_a_supervised_run_are_those_that_can_be_followed(ranks):
+    ranks(1, 1)
+    given = {"actor": {"path": "llama3-8b"}, "engine": {"dtype": "bfloat16"}}
+    plan = supervised_plan(given, SFTConfig)
+    assert "engine.sharding=full" in plan and "more tp or pp" not in plan
+    sharded = {"sharding": "full", "recompute": "full", "tokens_per_micro_batch": 4096}
+    given["engine"] |= sharded
+    assert "It fits: " in supervised_plan(given, SFTConfig)
 
 
 def test_fitted_micro_batches_of_supervised_runs_are_told_and_timed(ranks):

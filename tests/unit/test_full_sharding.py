@@ -1,5 +1,6 @@
 """What `engine.sharding=full` refuses, and the planner's search with it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tests.unit.test_checks import good
 from verl_megatron.checks.settings import check_config
 from verl_megatron.launch.dry_run import training_plan
 from verl_megatron.planner import plan_memory
+from verl_megatron.planner.activations import gathered_bytes
+from verl_megatron.planner.planned_run import PlannedRole
 from verl_megatron.planner.weight_sync import moved_bytes, publish_seconds
 
 
@@ -96,3 +99,15 @@ def test_a_dry_run_moves_rows_by_messages(monkeypatch):
     assert ", 0 messages" in said("replicated")
     rows = said("full")
     assert ", 0 messages" not in rows and "busiest rank receives 1767.8 MiB" in rows  # 3/4 of 1.2 billion
+
+
+def test_an_embedding_that_is_tied_to_no_head_is_not_gathered_with_one():
+    config = run_config("tp1", sharding="full", model="llama3-1b")
+    run = actor_alone(config, 4)
+    untied = replace(run.actor.arch, tied=False)
+    critic, other = (
+        PlannedRole.of(name="critic", arch=arch, layout=run.actor.layout, head="token", trainable=True)
+        for arch in (run.actor.arch, untied)
+    )
+    assert critic.arch.tied and critic.elements == other.elements
+    assert gathered_bytes(run, critic, backward=True) == gathered_bytes(run, other, backward=True)

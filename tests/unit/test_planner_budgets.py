@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planned import H200, arch, run_config, run_of
+from tests.planned import H200, actor_alone, arch, run_config, run_of
 from verl_megatron.planner import plan_memory, plan_seconds, search
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import problems_of
@@ -52,6 +52,16 @@ def test_a_budget_is_what_a_fixed_one_would_take():
     assert seconds["actor_update"] == pytest.approx(
         plan_seconds(fixed, H200, same).seconds["actor_update"], rel=0.01
     )
+
+
+def test_passes_have_the_room_of_optimizer_state_that_comes_for_steps_only():
+    config, budgets = dynamic("dp4", samples=4096), {}
+    for config.reshard.offload in ("all", "steps"):
+        run = actor_alone(config, 4)
+        memory = plan_memory(run, H200)
+        budgets[config.reshard.offload] = memory.budgets["actor"]
+        assert 0.8 < memory.phase_bytes("actor_update") / H200.gpu_bytes <= 1
+    assert budgets["steps"] > 1.2 * budgets["all"]
 
 
 def test_few_samples_leave_memory_free():

@@ -58,6 +58,19 @@ def test_a_critic_on_the_actors_trunk_has_no_layout_and_takes_no_memory():
     assert not {"values", "critic_update"} & best.time.seconds.keys()
 
 
+def test_optimizer_state_for_steps_only_is_offered_where_nothing_else_fits_and_timed():
+    config = run_config("tp1", samples=64, rollout=1)
+    config.algorithm.name, config.algorithm.num_mini_batches, config.algorithm.kl_coef = "grpo", 1, 0
+    config.engine.sharding, config.engine.tokens_per_micro_batch = "full", 4096
+    found = search(config, world_size=1, machine=H200, read=arch).fitting
+    assert found and {each.settings["reshard.offload"] for each in found} == {"steps"}
+    best = found[0]
+    again = plan_seconds(best.run, H200, best.memory).seconds
+    at_rest = replace(best.run, config=configured(best.run.config, {"reshard.offload": "all"}))
+    without = plan_seconds(at_rest, H200, best.memory).seconds
+    assert best.seconds.seconds["actor_update"] == again["actor_update"] > without["actor_update"] + 1
+
+
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
     """Of every candidate that fits, after a change of the base."""
     base = run_config(samples=512)

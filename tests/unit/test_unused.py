@@ -28,6 +28,10 @@ TEACHER = {"algorithm__name": "distillation", "teacher__path": "/teacher"}
 # Settings, and what their only problem says.
 MEANINGLESS = [
     (GRPO | {"algorithm__gamma": 0.9}, "algorithm.gamma=0.9 has no effect with algorithm.name=grpo; leave "),
+    (
+        GRPO | {"engine__sharding": "full", "reshard__offload": "grads"},
+        "reshard.offload=grads has no effect with engine.sharding=full, which keeps no gradients between",
+    ),
     (GRPO | {"algorithm__gae_lambda": 1.0}, "leave it at 0.95, or use ppo"),
     (GRPO | {"algorithm__whiten": False}, "algorithm.whiten=false has no effect"),
     (

@@ -62,8 +62,8 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
         )
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(
-            f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, "
-            "and with rollout.sleep=false it never sleeps; set one of them otherwise"
+            f"reshard.offload={config.reshard.offload} takes states off the GPU while vLLM is awake, "
+            "and with rollout.sleep=false it always is; set one of them otherwise"
         )
     if config.reshard.mode != "keep" and config.engine.sharding == "full":
         problems.append(

@@ -84,6 +84,14 @@ def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> lis
             "engine.shared_prompts=true belongs to runs that generate several samples of a prompt; leave it "
             "at false"
         )
+    if (
+        config.engine.lr_decay_style == "constant"
+        and config.engine.min_lr_ratio != EngineConfig().min_lr_ratio
+    ):
+        problems.append(
+            f"engine.min_lr_ratio={config.engine.min_lr_ratio} has no effect with "
+            "engine.lr_decay_style=constant; leave it out or set lr_decay_style=linear or cosine"
+        )
     data, count = config.data, items_per_step(config.data)
     name, item = ("pairs_per_step", "pair") if is_paired(data) else ("samples_per_step", "sample")
     if model.layout is not None and count < model.layout.dp:

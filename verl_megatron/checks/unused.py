@@ -231,6 +231,12 @@ def _of_placement(config: TrainerConfig) -> Iterator[Unused]:
             because="with a rollout on ranks of its own, for which no room has to be made",
             remedy="leave rollout.devices empty",
         )
+    if config.engine.sharding == "full" and config.reshard.offload == "grads":
+        yield Unused(
+            names=("reshard.offload",),
+            because="with engine.sharding=full, which keeps no gradients between steps",
+            remedy="use optimizer, all or steps",
+        )
     if "reference" not in names_apart(config):
         yield Unused(
             names=("reference.layout",),

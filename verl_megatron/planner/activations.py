@@ -10,7 +10,7 @@ of the gate (2f) and their product (f), all divided by t. With norms on queries 
 these norms (q + k). Full recomputation stores only the layer's input (h).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Protocol
@@ -88,7 +88,8 @@ def gathered_bytes(run: PlannedRun, role: PlannedRole, *, backward: bool) -> flo
     if not run.is_fully_sharded:
         return 0.0
     parts = part_elements(role.arch, 1)
-    head = sum(role.elements) - sum(role.layers) * parts.layer - (0 if role.arch.tied else parts.embedding)
+    is_tied = role.arch.tied and is_language(role.head)
+    head = sum(role.elements) - sum(role.layers) * parts.layer - (0 if is_tied else parts.embedding)
     largest = max(parts.layer, parts.embedding, head)
     gradients = (run.element_bytes + 4 + 4 / role.layout.dp) * largest if backward else 0.0
     return (2 * parts.layer + head) * run.element_bytes + gradients
@@ -155,8 +156,9 @@ def fit_budgets(
     for role in run.roles:
         if not role.trainable:
             continue
+        beside = {"optimizer"} if run.steps_only else set()  # what is not there during passes
         room = [
-            (kind, gpu_bytes - kind.total(phase) + kind.phases[phase]["activations"])
+            (kind, gpu_bytes - sum_without(kind.phases[phase], beside | {"activations"}))
             for kind in kinds
             if set(kind.ranks) & set(role.layout.ranks)
             for phase in (f"{role.name}_update" if f"{role.name}_update" in kind.phases else "actor_update",)
@@ -166,11 +168,17 @@ def fit_budgets(
     return replace(run, budgets=found)
 
 
+def sum_without(parts: Mapping[str, float], names: Collection[str]) -> float:
+    """Return the bytes of the other parts of a phase."""
+    return sum(size for part, size in parts.items() if part not in names)
+
+
 def row_by_row(run: PlannedRun) -> PlannedRun:
     """Return the run with the least memory that engine.dynamic_batching can do with."""
     if not run.config.engine.dynamic_batching:
         return run
-    return replace(run, budgets={role.name: _tokens_of(run, role, 1) for role in run.roles if role.trainable})
+    trained = (role for role in run.roles if role.trainable)
+    return replace(run, budgets={role.name: _tokens_of(run, role, run.unit) for role in trained})
 
 
 def _tokens_of(run: PlannedRun, role: PlannedRole, rows: int) -> int:
@@ -179,15 +187,15 @@ def _tokens_of(run: PlannedRun, role: PlannedRole, rows: int) -> int:
 
 
 def _fitting_rows(run: PlannedRun, role: PlannedRole, kind: Kind, room: float) -> float:
-    """Rows of a micro-batch whose update takes `room` bytes on a kind of rank; at least one."""
-    layout, most = role.layout, run.samples_of_rank(role)
+    """Rows of a micro-batch whose update takes `room` bytes on a kind of rank; at least one unit."""
+    layout, most, unit = role.layout, run.samples_of_rank(role), run.unit
     rank = min(set(kind.ranks) & set(layout.ranks))
     stage = layout.ranks.index(rank) * layout.pp // len(layout.ranks)
     one, two = (
         training_bytes(replace(run, budgets={role.name: _tokens_of(run, role, rows)}), role, stage)
-        for rows in (1, 2)
+        for rows in (unit, 2 * unit)
     )
-    return min(1 + max(0.0, room - one) / (two - one), most) if two > one else most
+    return min(unit * (1 + max(0.0, room - one) / (two - one)), most) if two > one else most
 
 
 def _limited(run: PlannedRun, role: PlannedRole, tokens: int) -> int:

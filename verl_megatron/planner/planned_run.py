@@ -151,6 +151,7 @@ class PlannedRun:
     # Token budgets by role, per context-parallel rank; without an entry engine.tokens_per_micro_batch.
     budgets: Mapping[str, int] = field(default_factory=dict)
     lengths: Lengths | None = None  # of the responses
+    unit: int = 1  # samples that stay in one micro-batch: 2 where pairs are compared
 
     @classmethod
     def of(
@@ -322,7 +323,8 @@ class PlannedRun:
 
     def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
-        return ceil(self.samples / self.config.algorithm.num_mini_batches / role.layout.dp)
+        units = self.samples / self.unit
+        return self.unit * ceil(units / self.config.algorithm.num_mini_batches / role.layout.dp)
 
     def tokens_per_micro_batch(self, role: PlannedRole) -> int:
         """Token budget of a role's micro-batches; the reference shares those of the actor beside it."""
@@ -335,8 +337,10 @@ class PlannedRun:
 
         Follows verl_megatron/data/packing.py.
         """
-        layout, length, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
-        together = min(samples, max(1, int(self.tokens_per_micro_batch(role) * layout.cp // length)))
+        layout, samples = role.layout, self.samples_of_rank(role)
+        length = self.unit * (self.packed_tokens + 1)
+        units = max(1, int(self.tokens_per_micro_batch(role) * layout.cp // length))
+        together = min(samples, units * self.unit)
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 

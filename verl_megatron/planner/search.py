@@ -37,7 +37,8 @@ from verl_megatron.rollout.vllm_weights.fp8 import fp8_problems
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
-MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # simplest first
+# Simplest first.
+MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all", "steps")
 FROZEN_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 # Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
@@ -145,7 +146,7 @@ def search(
                     break  # fewer activations would not help
                 continue
             # Micro-batches that follow the memory depend on what vLLM and offloading leave.
-            work = None if base.engine.dynamic_batching else plan_work(training.run, machine)
+            work = None if base.engine.dynamic_batching else plan_work(_at_rest(training.run), machine)
             for tp in sizes:
                 found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
@@ -241,7 +242,7 @@ class _Maker:
             run = replace(run, config=configured(run.config, {"rollout.gpu_memory_utilization": share}))
             memory = plan_memory(run, self.machine)
             problems = tuple(problems_of(run, self.machine, memory, margin=MARGIN))
-            time = None if problems else plan_seconds(run, self.machine, memory, work)
+            time = None if problems else self._seconds(run, memory, work)
             found = Candidate(self._said(holding), run, memory, problems, time)
             if best is None or (
                 best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)
@@ -253,6 +254,10 @@ class _Maker:
                 break
         assert best is not None
         return best
+
+    def _seconds(self, run: PlannedRun, memory: MemoryPlan, work: Work | None) -> TimePlan:
+        # steps that copy optimizer state both ways take longer
+        return plan_seconds(run, self.machine, memory, None if run.steps_only else work)
 
     def _shares(self, run: PlannedRun, empty: MemoryPlan) -> tuple[float, float]:
         """gpu_memory_utilization in hundredths, and the value that all samples need.
@@ -283,6 +288,11 @@ class _Maker:
             for name, value in chosen.items()
             if name in ALWAYS_SAID or _setting(self.base, name) != value
         }
+
+
+def _at_rest(run: PlannedRun) -> PlannedRun:
+    """Return the run with its optimizer state on the GPU."""
+    return replace(run, config=configured(run.config, {"reshard.offload": "none"}))
 
 
 def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:

@@ -74,7 +74,10 @@ class TimePlan:
 
 
 def plan_work(run: PlannedRun, machine: Machine) -> Work:
-    """Predict forward passes and updates, which do not depend on vLLM's settings or on offloading."""
+    """Predict forward passes and updates, which do not depend on vLLM's settings.
+
+    Of offloading, only reshard.offload=steps matters.
+    """
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
     steps = run.config.algorithm.epochs * run.config.algorithm.num_mini_batches

@@ -53,7 +53,8 @@ def supervised_run(
     run = PlannedRun.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
     arch, layout = run.actor.arch, run.actor.layout
     actor = PlannedRole.of(name="actor", arch=arch, layout=layout, head=trained.head, trainable=True)
-    return replace(run, roles=(actor, *(replace(actor, name=spec.name, trainable=False) for spec in frozen)))
+    others = (replace(actor, name=spec.name, trainable=False) for spec in frozen)
+    return replace(run, roles=(actor, *others), unit=1 + is_paired(config.data))
 
 
 def supervised_report(
@@ -81,7 +82,7 @@ def supervised_report(
             f" of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
             *budget_lines(memory),
             f"seconds predicted: {seconds:.1f} a step of samples of {config.data.max_tokens} tokens",
-            f"{DOES_NOT_FIT}\n  {problem}; {_remedy(config, problem)}"
+            f"{DOES_NOT_FIT}\n  {problem}; {_remedy(config, run, problem)}"
             if problem
             else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
         ]
@@ -103,14 +104,13 @@ def check_supervised_fits(
     if machine is None:
         return []
     least = replace(machine, **LEAST)
-    memory = plan_memory(
-        supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least
-    )
+    run = supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
+    memory = plan_memory(run, least)
     problem = _problem(memory, least, margin=-TOLERANCE)
     return (
         [
             f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; "
-            + _remedy(config, problem)
+            + _remedy(config, run, problem)
         ]
         if problem
         else []
@@ -125,16 +125,18 @@ def _problem(memory: MemoryPlan, machine: Machine, *, margin: float = 0.0) -> Pr
     return host_problem(memory, machine, margin=margin)
 
 
-def _remedy(config: SupervisedConfig, problem: Problem) -> str:
+def _remedy(config: SupervisedConfig, run: PlannedRun, problem: Problem) -> str:
     if problem.cause == HOST_MEMORY:
         return "use more hosts, or set run.save_interval=0: checkpoints are written from copies there"
-    section = models_of(config)[0].section
-    if config.engine.sharding == "full":
-        return (
-            "use more GPUs, lower engine.tokens_per_micro_batch, or set engine.sharding=replicated with more "
-            f"tp or pp in {section}.layout"
-        )
-    return (
-        f"give {section}.layout more tp or pp, lower engine.tokens_per_micro_batch or set "
-        "engine.recompute=full"
-    )
+    engine, layout = config.engine, run.actor.layout
+    more = f"more tp or pp in {models_of(config)[0].section}.layout"
+    if engine.sharding == "full":
+        ways = ["use more GPUs", f"set engine.sharding=replicated with {more}" * (run.world_size > 1)]
+    else:
+        ways = [f"choose {more}" if run.world_size > 1 else "use more GPUs"]
+        is_split = layout.tp * layout.pp * layout.cp > 1
+        if not (is_split or engine.dynamic_batching or engine.dtype == "fp8"):
+            ways.append("set engine.sharding=full")
+    if engine.recompute != "full":
+        ways.append("set engine.recompute=full")
+    return " or ".join([*filter(None, ways), "lower engine.tokens_per_micro_batch"])
