@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -39,12 +40,21 @@ def open_source(arguments: CheckpointArguments) -> Source:
     return HuggingFace(path)
 
 
+def _check_template(template: Path | None, *sources: Source) -> None:
+    if template is not None and not any(isinstance(source, MegatronCheckpoint) for source in sources):
+        raise ValueError(
+            f"--template {template} belongs to distributed checkpoints, and {sources[0].path} is a Hugging "
+            "Face folder; leave it out"
+        )
+
+
 def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) -> list[str]:
     """Return the differences between two folders, one line per tensor, in the model's order.
 
     The list is empty if every tensor has the same bits.
     """
     first, second = open_source(a), open_source(b)
+    _check_template(a.template, first, second)
     lines = {name: f"{name} is only in {first.path}" for name in first.shapes if name not in second.shapes}
     lines |= {name: f"{name} is only in {second.path}" for name in second.shapes if name not in first.shapes}
     common = [name for name in first.shapes if name in second.shapes]
@@ -91,6 +101,7 @@ def _digest(side: Source, job: CompareJob) -> str:
 def describe(arguments: CheckpointArguments) -> str:
     """Return a summary: one line per key or tensor; of a Hugging Face folder only the first layer."""
     source = open_source(arguments)
+    _check_template(arguments.template, source)
     total = sum(prod(shape) * source.dtypes[name].itemsize for name, shape in source.shapes.items())
     elements = sum(map(prod, source.shapes.values()))
     lines = [

@@ -39,8 +39,9 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = sys.maxsize  # `_cut` says
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """Return `, did you mean "x"?` for the closest of `names`, or an empty string."""
-    close = difflib.get_close_matches(str(name)[:VALUE], list(names), n=1, cutoff=CLOSE)
-    return f', did you mean "{close[0]}"?' if close else ""
+    known = {each.lower(): each for each in reversed(list(names))}
+    close = difflib.get_close_matches(str(name)[:VALUE].lower(), list(known), n=1, cutoff=CLOSE)
+    return f', did you mean "{known[close[0]]}"?' if close else ""
 
 
 def counted(count: int, one: str, many: str = "") -> str:

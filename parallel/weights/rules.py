@@ -251,7 +251,8 @@ def tp_problems(arch: Architecture, tp: int) -> list[str]:
     ]
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
         problems.append(
-            f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them"
+            f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them; "
+            "choose such a size"
         )
     return problems
 

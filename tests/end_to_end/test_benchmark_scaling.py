@@ -121,5 +121,5 @@ def test_ways_of_the_job_beside_verl_are_compared(toy, tmp_path):
     assert table in done.stdout and "2 x CPU rank, TP2 -> TP2: 8 prompts x 2 samples of 16 + 8" in table
     assert [line.split()[1] for line in table.splitlines() if " | " in line][2:] == ["ours", "row_by_row"]
     for way in ("ours", "row_by_row"):
-        rows = read_metrics(tmp_path / way)[1:]
-        assert len(rows) == 3 and {row["rollout/response_tokens_mean"] for row in rows} == {8.0}
+        lengths = [row.get("rollout/response_tokens_mean") for row in read_metrics(tmp_path / way)]
+        assert [length for length in lengths if length] == [8.0] * 3

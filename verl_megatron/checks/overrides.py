@@ -1,5 +1,6 @@
 """Settings from a recipe and a command line: names and types, all wrong ones reported together."""
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -191,4 +192,4 @@ def _example(section: DictConfig, name: str) -> str:
     if default == []:
         is_text = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__[name].type == list[str]
         return "[a, b]" if is_text else "[1, 2]"
-    return f"{default!r}"
+    return json.dumps(default)  # as a recipe has it

@@ -106,6 +106,9 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: list[str]) -> int:
     command_line = parser()
     options = command_line.parse_args(arguments)
+    template = getattr(options, "template", None)
+    if template is not None and not template.is_dir():
+        command_line.error(f"--template {short_repr(str(template))} is no folder; name a Hugging Face folder")
     try:
         return COMMANDS[options.command](options)
     except (ValueError, OSError) as error:

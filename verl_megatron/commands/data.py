@@ -115,8 +115,13 @@ def _data_section(kind: str, file: str, settings: list[str]) -> Any:
         raise ValueError(f"data={short_repr(data)} is no section with settings; give them one by one")
     data["train"] = file
     config = structured(values, schema)
-    unread = [section for section in values if section != "data"]
-    refuse([f"{section}={short_repr(values[section])} is not read; leave it out" for section in unread])
+    unread = [
+        f"{section}.{name}={short_repr(value)}"
+        for section, given in values.items()
+        for name, value in (given.items() if isinstance(given, dict) else [("", given)])
+        if section != "data"
+    ]
+    refuse([f"{setting} is not read; leave it out" for setting in unread])
     refuse(check_values(config))
     return cast(Any, config).data
 

@@ -10,8 +10,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.config import RunConfig
+from verl_megatron.launch.bases import find_recipe, shipped_names
 from verl_megatron.launch.options import Options, whole_number
+from verl_megatron.launch.recipe import SHIPPED, own_recipe
 
 EXAMPLES = (
     "",
@@ -31,6 +34,14 @@ def run(arguments: list[str]) -> int:
     recipes = [word for word in given.recipe if "=" not in word] + ([given.config] if given.config else [])
     if len(recipes) > 1:
         raise ValueError(f"recipes {' and '.join(recipes)}: the doctor looks at one; name one of them")
+    if given.config:
+        own_recipe(given.config)
+    elif recipes and not recipes[0].endswith(".yaml") and not find_recipe(recipes[0], [SHIPPED]):
+        names = shipped_names()
+        raise ValueError(
+            f"recipe {short_repr(recipes[0])} is not known{nearest(recipes[0], names)}; choose one of "
+            f"{', '.join(names)}, or name a .yaml file"
+        )
     case = Case(
         folder=Path(given.disk),
         recipe=recipes[0] if recipes else "",

@@ -26,6 +26,11 @@ def run(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print((__doc__ or "").strip())
         return 0
+    from verl_megatron.checks.overrides import structured
+    from verl_megatron.config import TrainerConfig
+    from verl_megatron.launch.command_line import settings_of
+
+    structured(settings_of(["--config-name", "ppo_toy_cpu", *arguments])[1], TrainerConfig)
     os.environ["VERL_MEGATRON_VENV"] = sys.prefix
     os.environ["PATH"] = os.pathsep.join(
         (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))

@@ -18,6 +18,7 @@ from verl_megatron.launch.help import recipe_summaries, summary_of
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, check_recipe, own_recipe
 
+ACTIONS = ("list", "show", "copy")
 EXAMPLES = ("list", "show ppo_toy_cpu", "copy grpo_8b mine")
 
 
@@ -29,7 +30,12 @@ def run(arguments: list[str]) -> int:
     """
     options = Options(description=__doc__, examples=EXAMPLES)
     options.add_argument(
-        "action", nargs="?", default="list", choices=("list", "show", "copy"), help="default: list"
+        "action",
+        nargs="?",
+        default="list",
+        metavar="COMMAND",
+        choices=ACTIONS,
+        help="list (default), show, copy",
     )
     options.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="a recipe, or a .yaml file of yours"

@@ -68,9 +68,10 @@ class Columns:
             )
         if value is _ABSENT:
             names = ", ".join(map(short_repr, islice(row, 20))) or "no keys"
+            name_one = f"; set data.{setting} to one of them" * bool(row)
             raise ValueError(
                 f"no key {short_repr(self.keys[setting])} (data.{setting}); "
-                f"the row has {names}{', ...' * (len(row) > 20)}{self._hint}"
+                f"the row has {names}{', ...' * (len(row) > 20)}{self._hint or name_one}"
             )
         return value
 

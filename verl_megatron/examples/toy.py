@@ -146,6 +146,7 @@ def write_tokenizer(folder: Path, texts: list[str]):
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (folder / "tokenizer.json").unlink(missing_ok=True)  # of an earlier call, which would be read
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.save_pretrained(folder)  # adds tokenizer.json, so that loading needs no conversion
     return tokenizer

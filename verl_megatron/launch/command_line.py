@@ -30,7 +30,7 @@ from parallel.runtime.refusal import (
     short_repr,
 )
 from verl_megatron.config import SCHEMAS
-from verl_megatron.config.gpus import USUAL, machine_here
+from verl_megatron.config.gpus import USUAL, check_machine, machine_here
 from verl_megatron.config.names import name_here
 from verl_megatron.config.section import names_of
 from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_names
@@ -219,6 +219,8 @@ def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse
         )
     if known.gpu and not known.dry_run:
         raise ValueError(f"--gpu {short_repr(known.gpu)} is for a plan; give --dry-run too, or leave it out")
+    if known.gpu:
+        check_machine(known.gpu)
     if known.resolve and not known.cfg:
         raise ValueError("--resolve is for what --cfg shows; give --cfg job too, or leave it out")
     known.overrides = [override_of(argument) for argument in rest] + [

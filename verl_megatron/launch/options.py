@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from parallel.runtime.refusal import complain, nearest, readable, short_repr
 
 WIDTH = 110
-UNKNOWN = "unrecognized arguments: "  # as argparse says it
+UNKNOWN, NEEDED = "unrecognized arguments: ", "the following arguments are required: "  # as argparse says it
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}  # by argument type
 
 
@@ -45,6 +45,7 @@ class Options(argparse.ArgumentParser):
         settings.setdefault("formatter_class", _Help)
         settings.setdefault("allow_abbrev", False)
         super().__init__(**settings)
+        self._words: list[str] = []
         lines = [f"  {self.prog} {example}".rstrip() for example in examples]
         self.epilog = "\n".join(["examples:", *lines]) if lines else self.epilog
 
@@ -53,9 +54,9 @@ class Options(argparse.ArgumentParser):
 
         Without any arguments all that are required are named at once.
         """
-        words = [text for text in args or () if isinstance(text, str)]
+        words = self._words = [text for text in args or () if isinstance(text, str)]
         if args is not None and not words and (needed := self._needed()):
-            self.error(f"the following arguments are required: {', '.join(needed)}")
+            self.error(NEEDED + ", ".join(needed))
         if empty := [text for text in words if text.startswith("-") and text.endswith("=--")]:
             self.error(f"argument {empty[0][:-3]}: expected one argument")
         if name := given_twice(self, words):
@@ -82,6 +83,23 @@ class Options(argparse.ArgumentParser):
             said = f"{short_repr(arg_string)} is not accepted; write {kind}"
             raise argparse.ArgumentError(action, said) from None
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is none of an argument's choices, as a setting's value is refused."""
+        if action.choices is not None and value not in action.choices:
+            names = [str(name) for name in action.choices]
+            said = (
+                f"{short_repr(value)} is not known{nearest(value, names)}; choose one of {', '.join(names)}"
+            )
+            raise argparse.ArgumentError(action, said)
+
+    def _unknown(self) -> str:
+        """Return the first option given that this parser does not have, empty if a subcommand may have it."""
+        if any(action.nargs == argparse.PARSER for action in self._actions):
+            return ""
+        given = self._words[: self._words.index("--")] if "--" in self._words else self._words
+        names = (word.partition("=")[0] for word in given if word.startswith("--"))
+        return next((name for name in names if name not in self._option_string_actions), "")
+
     def _needed(self) -> list[str]:
         """Return the names of the arguments without which there is nothing to do."""
         needed = [action for action in self._actions if action.required and action.nargs != "*"]
@@ -94,6 +112,8 @@ class Options(argparse.ArgumentParser):
         return names + [name for each in below for one in each.values() for name in one.option_names()]
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(NEEDED) and (name := self._unknown()):  # instead of what it should have been
+            message = UNKNOWN + name
         if message.startswith(UNKNOWN):
             name = re.split("[= ]", message.removeprefix(UNKNOWN))[0]
             # a command may have no option of another one

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from parallel.runtime.refusal import nearest
+
 GIB = 2**30
 # Rate of matrix products inside layers relative to a large product alone: 640 of 790 TFLOP/s on an H200.
 LAYER_SHARE = 0.81
@@ -55,8 +57,9 @@ class Machine:
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
             raise ValueError(
-                f"machine file {path} cannot be read ({error}); write one with `benchmark calibrate`"
+                f"machine file {path} cannot be read ({why}); write one with `benchmark calibrate`"
             ) from None
         if not isinstance(given, dict) or given.get("base") not in MACHINES:
             raise ValueError(
@@ -121,6 +124,6 @@ def find_machine(name: str) -> Machine:
     if name.endswith(".json"):
         return Machine.from_file(name)
     raise ValueError(
-        f"gpu {name!r} is not known; choose one of {', '.join(MACHINES)},"
-        " or the .json file that verl-megatron benchmark calibrate wrote"
+        f"gpu {name!r} is not known{nearest(name, MACHINES)}; choose one of {', '.join(MACHINES)}"
+        ", or the .json file that verl-megatron benchmark calibrate wrote"
     )

@@ -113,7 +113,7 @@ def _converter(kind: "pyarrow.DataType", depth: int = 0) -> Converter | None:
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return None
     if types.is_floating(kind):
-        return _finite
+        return _finite if types.is_float64(kind) else _shortest(kind.to_pandas_dtype())
     if types.is_temporal(kind) or types.is_decimal(kind):
         return _text
     if isinstance(kind, pa.BaseExtensionType):
@@ -141,6 +141,16 @@ def _finite(value: float | None) -> float | None:
     if math.isinf(value):
         raise _RowError("a number is infinite; use null or a finite one")
     return value
+
+
+def _shortest(number: Callable[[float], Any]) -> Converter:
+    """Return a function that gives the shortest decimal of a narrow float: 0.1 and not 0.10000000149."""
+
+    def convert(value: float | None) -> float | None:
+        finite = _finite(value)
+        return None if finite is None else float(str(number(finite)))
+
+    return convert
 
 
 def _text(value: Any) -> str | None:
