@@ -82,6 +82,12 @@ def test_recipes_say_what_they_are_for():
 
 REFUSED = [
     (["trian"], "'trian' is no command, did you mean \"train\"?"),
+    (
+        ["convert", "inspct", "x"],
+        "'inspct' is not known, did you mean \"inspect\"?; choose one of hf-to-mcore",
+    ),
+    (["plan", "--modell", "x", "--gpus", "8"], 'unrecognized arguments: --modell, did you mean "--model"?'),
+    (["quickstart", "foo"], "'foo' is no setting; settings are SECTION.SETTING=VALUE"),
     (["ppo"], "'ppo' is no command; write verl-megatron train --config-name RECIPE algorithm.name=ppo"),
     (["train", "--help", "rolout"], 'there is no such section or setting, did you mean "rollout"?'),
     (["train", "--help", "run.sed"], 'there is no such section or setting, did you mean "run.seed"?'),
@@ -126,10 +132,7 @@ REFUSED = [
     (["evaluate", "none", "none.jsonl", "--reward", "none.py:f"], "--reward 'none.py:f': file 'none.py'"),
     (["generate", "none/none", "none.jsonl", "--out", "x"], "MODEL none/none: there is no folder"),
     (["evaluate", "none", "none.jsonl", "--samples", "0"], "argument --samples: '0' is not accepted"),
-    (
-        ["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"],
-        "--out /nowhere/at/all cannot be",
-    ),
+    (["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"], "--out /nowhere/at/all cannot be"),
     (["generate", "none", "none.jsonl", "--out", "n" * 300], "n cannot be written"),
     (["generate", "none", "none.jsonl", "--out="], "argument --out: its value is empty; give one, or leave"),
     (["train", "--config", ""], "argument --config: its value is empty"),
@@ -143,10 +146,7 @@ REFUSED = [
     (["evaluate", "a", "b", "--samples", "1_0"], "argument --samples: '1_0' is not accepted; write a whole"),
     (["plan", "--model", "llama3-1b", "--gpus", "1_0"], "argument --gpus: '1_0' is not accepted"),
     (["export", "run", "--step", "1_0"], "argument --step: '1_0' is not accepted; write a whole number"),
-    (
-        ["convert", "verify", "a", "b", "--memory-gib", "abc"],
-        "--memory-gib: 'abc' is not accepted; write a n",
-    ),
+    (["convert", "verify", "a", "b", "--memory-gib", "abc"], "--memory-gib: 'abc' is not accepted; write"),
     (["convert", "hf-to-mcore", "a", "b", "--file-gib", "1e-30"], "--file-gib: '1e-30' is not accepted"),
     (["recipes", "show", "ppo_toy_cpu", "third"], "recipes show does not take 'third'; leave it out"),
     (["generate"], "error: the following arguments are required: MODEL, PROMPTS, --out (--help"),

@@ -157,6 +157,11 @@ def test_exit_status_and_one_line_errors(tmp_path, capsys):
     )
     assert convert.run(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--workers", "1"]) == 0
     assert "every tensor has the same bits" in capsys.readouterr().out
+    for template in ("none", "a"):
+        with pytest.raises(SystemExit):
+            convert.run(["inspect", str(tmp_path / "a"), "--template", str(tmp_path / template)])
+        said = "is no folder; name a" if template == "none" else "is a Hugging Face folder; leave it out"
+        assert said in capsys.readouterr().err
     (tmp_path / "a" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(SystemExit) as end:
         convert.run(["hf-to-mcore", str(tmp_path / "a"), str(tmp_path / "c")])

@@ -1,5 +1,6 @@
 """Columns of Parquet and Arrow files whose values are no JSON: what is wrong is named with row and column."""
 
+import json
 import uuid
 
 import pyarrow as pa
@@ -61,6 +62,16 @@ def test_a_column_that_is_not_read_is_not_said_to_be_missing(tmp_path, column, k
         read(path)
     with pytest.raises(ValueError, match=said):
         data.run(["check", path, "--kind", "prompts"])
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()], ids=str)
+def test_floats_are_the_decimals_that_were_written(tmp_path, kind):
+    numbers = [0.1, 1.5, None, 3.0, 0.0002]
+    narrow = [None if number is None else kind.to_pandas_dtype()(number) for number in numbers]
+    scores = pa.array([[number] for number in narrow], pa.list_(kind))
+    table = pa.table({"prompt": ["a"] * 5, "answer": ["a"] * 5, "scores": scores})
+    found = [prompt.extra["scores"] for prompt in read(write(tmp_path / "a.arrow", table))]
+    assert json.dumps(found) == json.dumps([[number] for number in numbers])
 
 
 def test_a_map_has_each_key_once(tmp_path):

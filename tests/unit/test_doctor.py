@@ -221,6 +221,8 @@ def test_bad_options_are_refused(capsys):
         command.run(["grpo_8b", "--config", "mine.yaml"])
     with pytest.raises(ValueError, match="is a setting without a recipe"):
         command.run(["run.seed=3"])
+    with pytest.raises(ValueError, match="recipe 'grpo_9b' is not known, did you mean \"grpo_8b\"?"):
+        command.run(["grpo_9b"])
     for arguments in (["--ranks", "0"], ["--ranks", "x"], ["--nothing"]):
         with pytest.raises(SystemExit) as ended:
             command.run(arguments)

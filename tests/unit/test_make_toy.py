@@ -26,6 +26,15 @@ def toy(tmp_path_factory) -> Path:
     return out
 
 
+def test_the_same_folder_is_written_twice_alike(toy):
+    def files():
+        return {path.name: path.read_bytes() for path in (toy / "model").glob("token*")}
+
+    before = files()
+    subprocess.run([sys.executable, ROOT / "tools/make_toy.py", toy], check=True, capture_output=True)
+    assert files() == before
+
+
 def words_of(row: dict) -> list[str]:
     assert row["prompt"].startswith("sort ") and row["prompt"].endswith(" :")
     return row["prompt"].split()[1:-1]

@@ -53,6 +53,7 @@ def test_messages_are_cut_and_printable():
 
 def test_the_nearest_name():
     assert nearest("temprature", ["tp", "temperature"]) == ', did you mean "temperature"?'
+    assert nearest("GRPO", ["ppo", "grpo"]) == ', did you mean "grpo"?' and '"BC"' in nearest("bc", ["BC"])
     assert nearest("zzz", ["tp"]) == nearest("x" * 10**6, ["tp"]) == ""
 
 

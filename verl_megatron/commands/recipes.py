@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
         default="list",
         metavar="COMMAND",
         choices=ACTIONS,
-        help="list (default), show, copy",
+        help="default: list",
     )
     options.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="a recipe, or a .yaml file of yours"
