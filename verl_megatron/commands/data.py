@@ -118,8 +118,8 @@ def _data_section(kind: str, file: str, settings: list[str]) -> Any:
     unread = [
         f"{section}.{name}={short_repr(value)}"
         for section, given in values.items()
-        for name, value in (given.items() if isinstance(given, dict) else [("", given)])
         if section != "data"
+        for name, value in given.items()
     ]
     refuse([f"{setting} is not read; leave it out" for setting in unread])
     refuse(check_values(config))
