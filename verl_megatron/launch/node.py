@@ -110,7 +110,7 @@ def _run(arguments: Sequence[str]) -> int:
     gate = Gate(partial(_check, call)) if call.checks else None
     try:
         config = _worlds(call.arguments) if call.module == MODULE else None
-        if gate and not (not config and _may_go_ahead(call)) and (status := gate.wait()):
+        if gate and (config or not _may_go_ahead(call)) and (status := gate.wait()):
             return status
     except ValueError:
         if gate and (status := gate.wait()):  # it has said more than this error does
