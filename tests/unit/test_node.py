@@ -21,7 +21,8 @@ if "--dry-run" in sys.argv:
         os.kill(os.getpid(), 9)
     sys.exit(int(os.environ["STATUS"]))
 gate.pass_through()
-print("rank", os.environ["RANK"], "has", *sys.argv[1:])
+# one write: lines of two ranks do not mix
+os.write(1, " ".join(["rank", os.environ["RANK"], "has", *sys.argv[1:]]).encode() + b"\\n")
 """
 LAUNCH = ["verl_megatron.launch.node", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--check"]
 
