@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation, Names
 from tests.fuzz.job import Job
@@ -180,7 +180,7 @@ def _call(folder: Path, words: Sequence[str]) -> NoReturn:
     from verl_megatron.launch import ranks
 
     def start(
-        module: str, arguments: Sequence[str], *, check: Callable[[], object] = lambda: None, **_: Any
+        module: str, *_: object, check: Callable[[], object] = lambda: None, **__: object
     ) -> NoReturn:
         check()
         print(f"would start {module}")

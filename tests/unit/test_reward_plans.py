@@ -189,6 +189,10 @@ def test_weights_stand_behind_the_last_colon(text, part):
         (["mtach", "math"], "reward.function='mtach' is unknown, did you mean \"match\"?; choose match"),
         (["gone.py:f:0.5"], "reward.function='gone.py:f': file 'gone.py' does not exist"),
         ("mine.py", "reward.function='mine.py' names a file and no function; write 'mine.py:NAME'"),
+        (
+            "match:score",
+            "reward.function='match:score': match is built in and is no file; write reward.function=match",
+        ),
         ("match,last_number", "reward.function='match,last_number' is unknown"),
     ],
     ids=lambda value: str(value)[:40],

@@ -90,6 +90,8 @@ def load_reward(spec: str, options: Mapping[str, Any] | None = None) -> Call:
             raise ValueError(f"{setting} names a file and no function; write {short_repr(spec + ':NAME')}")
         known = f"choose {', '.join(REWARDS)} or path.py:function"
         raise ValueError(f"{setting} is unknown{nearest(spec.lower(), REWARDS)}; {known}")
+    if path in REWARDS and not Path(path).exists():
+        raise ValueError(f"{setting}: {path} is built in and is no file; write reward.function={path}")
     try:
         module = _import(path)
     except ValueError as error:
