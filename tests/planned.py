@@ -6,7 +6,8 @@ from functools import cache
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import MACHINES, PlannedRun
+from verl_megatron.planner.machine import MACHINES
+from verl_megatron.planner.planned_run import PlannedRun
 
 H200 = MACHINES["h200"]
 

@@ -8,7 +8,8 @@ from verl_megatron.benchmarks.scaling.rows import (
 )
 from verl_megatron.benchmarks.scaling.runs import architecture
 from verl_megatron.config import CriticConfig, ModelConfig, TrainerConfig
-from verl_megatron.planner import MACHINES, PlannedRun
+from verl_megatron.planner.machine import MACHINES
+from verl_megatron.planner.planned_run import PlannedRun
 
 PHASES = (
     "reshard",

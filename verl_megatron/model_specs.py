@@ -9,6 +9,7 @@ from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import ALGORITHMS, get_algorithm
 from verl_megatron.config import (
+    SCORERS,
     DPOConfig,
     ModelConfig,
     ReferenceConfig,
@@ -136,8 +137,6 @@ def shares_dtype(config: TrainerConfig) -> bool:
 
 
 # ---- ranks ------------------------------------------------------------------------------------------------
-
-SCORERS = ("reward", "reference", "teacher")  # models that may have a world; the first names a shared one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,9 @@ from verl_megatron.data.pairs import READERS
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
-from verl_megatron.planner import Machine, check_fits, check_supervised_fits
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.preflight import check_fits
+from verl_megatron.planner.supervised import check_supervised_fits
 from verl_megatron.rewards.checks import answers_problem, columns_problem, sources_note, sources_problem
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run

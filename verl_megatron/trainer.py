@@ -23,7 +23,9 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.pictures import draw_report
 from verl_megatron.observe.timeline import Activity
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
+from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.serving import kv_bytes_per_token
+from verl_megatron.planner.text import samples_together
 from verl_megatron.preflight import inspect_run
 from verl_megatron.rewards.callables import spec_of
 from verl_megatron.roles.compute import compute_of, rollout_dtype

@@ -9,7 +9,7 @@ from tests.tiny import tiny_architecture
 from verl_megatron.benchmarks.case import check_room
 from verl_megatron.benchmarks.engine import prompt_logits_flops
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import PlannedRun
+from verl_megatron.planner.planned_run import PlannedRun
 
 
 def test_a_model_that_no_rank_has_room_for_is_refused(monkeypatch):

@@ -15,9 +15,9 @@ from tests.worlds import ROOT
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
 from verl_megatron.data.packing import Units
 from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
-from verl_megatron.planner import MACHINES, check_supervised_fits
+from verl_megatron.planner.machine import MACHINES
 from verl_megatron.planner.reshard.case import read_case
-from verl_megatron.planner.supervised import supervised_run
+from verl_megatron.planner.supervised import check_supervised_fits, supervised_run
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.unit.test_files import ARCH, random_tensors, write_folder
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import EngineConfig, TrainerConfig
 from verl_megatron.model_specs import models_apart, models_of
-from verl_megatron.planner import plan_memory
+from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import part_elements
 from verl_megatron.planner.training import infer_seconds, passes
 from verl_megatron.roles.compute import compute_of

@@ -15,8 +15,8 @@ from tests.planned import H200, actor_alone, run_config
 from tests.unit.test_checks import good
 from verl_megatron.checks.settings import check_config
 from verl_megatron.launch.dry_run import training_plan
-from verl_megatron.planner import plan_memory
 from verl_megatron.planner.activations import gathered_bytes
+from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRole
 from verl_megatron.planner.weight_sync import moved_bytes, publish_seconds
 

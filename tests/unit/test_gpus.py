@@ -3,7 +3,7 @@
 import pytest
 
 from verl_megatron.config import gpus
-from verl_megatron.planner import MACHINES
+from verl_megatron.planner.machine import MACHINES
 
 
 @pytest.mark.parametrize(

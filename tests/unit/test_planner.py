@@ -6,14 +6,12 @@ import pytest
 
 from tests.planned import H200, actor_alone, run_config, run_of
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import (
-    plan_memory,
-    plan_seconds,
-)
 from verl_megatron.planner.activations import training_bytes
 from verl_megatron.planner.machine import GIB
+from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.serving import own_rollout_bytes, serving_bytes
+from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.training import infer_seconds, layer_flops, passes, step_seconds
 
 # ---- what was measured -----------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planned import H200, actor_alone, arch, run_config, run_of
-from verl_megatron.planner import plan_memory, plan_seconds, search
 from verl_megatron.planner.machine import GIB
-from verl_megatron.planner.memory import problems_of
+from verl_megatron.planner.memory import plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.search import search
+from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.text import memory_lines
 
 

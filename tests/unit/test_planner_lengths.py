@@ -6,11 +6,13 @@ import pytest
 
 from tests.planned import H200, arch, run_config
 from verl_megatron.commands import plan
-from verl_megatron.planner import Lengths, PlannedRun, plan_memory, plan_seconds
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.decoding import pipeline_of
+from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.rollout.simulation import Costs, Decoding, pipeline
 from verl_megatron.planner.search import configured
-from verl_megatron.planner.seconds import TimePlan
+from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
 MIXED = "64-512:80,512-4096:20"
 

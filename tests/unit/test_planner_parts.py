@@ -12,15 +12,22 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, run_config, run_of
 from tests.scripted_engine import admission_of
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight, training_bytes
 from verl_megatron.planner.machine import GIB
+from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRole, part_elements
 from verl_megatron.planner.reshard.memory import megatron_addresses
 from verl_megatron.planner.rollout.decoding import rollout_seconds, samples_at_once
-from verl_megatron.planner.rollout.serving import cached_tokens, own_rollout_bytes, samples_cached
+from verl_megatron.planner.rollout.serving import (
+    cached_tokens,
+    kv_bytes_per_token,
+    own_rollout_bytes,
+    samples_cached,
+)
 from verl_megatron.planner.search import configured, uneven_stages
+from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.static import static_bytes
+from verl_megatron.planner.text import samples_together
 from verl_megatron.planner.training import group_rate, pipeline_seconds, step_seconds
 from verl_megatron.planner.weight_sync import moved_bytes
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue

@@ -10,18 +10,12 @@ from parallel.weights.shapes import shape
 from tests.planned import H200, arch, run_config, run_of
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import (
-    MACHINES,
-    Machine,
-    check_fits,
-    find_machine,
-    plan_memory,
-    plan_seconds,
-    report,
-    search,
-)
-from verl_megatron.planner.memory import problems_of
-from verl_megatron.planner.search import configured
+from verl_megatron.planner.machine import MACHINES, Machine, find_machine
+from verl_megatron.planner.memory import plan_memory, problems_of
+from verl_megatron.planner.preflight import check_fits
+from verl_megatron.planner.search import configured, search
+from verl_megatron.planner.seconds import plan_seconds
+from verl_megatron.planner.text import report
 
 # ---- search, refusal, text -------------------------------------------------------------------------------
 

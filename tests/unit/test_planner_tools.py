@@ -7,8 +7,7 @@ import pytest
 from tests.worlds import run_world
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.commands import plan
-from verl_megatron.planner import MACHINES, find_machine
-from verl_megatron.planner.machine import LAYER_SHARE
+from verl_megatron.planner.machine import LAYER_SHARE, MACHINES, find_machine
 from verl_megatron.planner.search import ALWAYS_SAID
 
 

@@ -20,7 +20,8 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import SCHEMAS, TrainerConfig
 from verl_megatron.launch.dry_run import supervised_plan, training_plan
-from verl_megatron.planner import plan_memory, plan_seconds
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.seconds import plan_seconds
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ALGORITHM_RECIPES = sorted((ROOT / "recipes/toy_cpu").glob("*.yaml"))

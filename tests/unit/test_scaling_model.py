@@ -28,7 +28,8 @@ from verl_megatron.benchmarks.scaling.rows import (
     ideal_seconds,
 )
 from verl_megatron.benchmarks.scaling.runs import architecture, layout_for
-from verl_megatron.planner import MACHINES, PlannedRun
+from verl_megatron.planner.machine import MACHINES
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.training import forward_flops
 
 

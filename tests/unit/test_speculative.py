@@ -16,7 +16,8 @@ from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import RolloutConfig
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.planner import plan_memory, plan_seconds
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.text import seconds_lines
 from verl_megatron.rollout.admission import CacheReading, Drafts
 from verl_megatron.rollout.sampling import Generation, Request, Sampling

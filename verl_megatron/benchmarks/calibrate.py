@@ -32,8 +32,7 @@ from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.launch.options import Options, add_launcher_options, check_output
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.planner import MACHINES, Machine
-from verl_megatron.planner.machine import LAYER_SHARE
+from verl_megatron.planner.machine import LAYER_SHARE, MACHINES, Machine
 from verl_megatron.planner.preflight import machine_here
 from verl_megatron.roles.engine import Engine, EngineOptions
 

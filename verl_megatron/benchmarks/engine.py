@@ -45,7 +45,8 @@ from verl_megatron.data.packing import Units, members_of
 from verl_megatron.models.heads import head_weight
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import described, make_profiler
-from verl_megatron.planner import PlannedRun, machine_here
+from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.preflight import machine_here
 from verl_megatron.planner.training import forward_flops
 from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 

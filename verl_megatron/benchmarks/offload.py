@@ -17,7 +17,7 @@ from verl_megatron.benchmarks.turns import InTurns, run_in_turns
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.command_line import run_command
-from verl_megatron.planner import check_fits, machine_here
+from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.rollout.weights import ColocatedChannel
 
 NOTHING = "none"

@@ -5,7 +5,13 @@ from argparse import Namespace
 from collections.abc import Iterable
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import COUNT, Options, add_launcher_options, check_output
+from verl_megatron.launch.options import (
+    COUNT,
+    Options,
+    add_launcher_options,
+    check_output,
+    launcher_options,
+)
 
 GENERATE = """\
 Writes the responses of MODEL to PROMPTS, a data file as for training, as JSON lines.
@@ -67,8 +73,6 @@ def _parser(*, scored: bool) -> Options:
 
 
 def _run(arguments: list[str], *, scored: bool) -> int:
-    from verl_megatron.launch.ranks import launcher_options, ranks_of, start
-
     launched, rest = launcher_options(arguments)
     given = _parser(scored=scored).parse_intermixed_args(rest)
     if given.out:
@@ -78,6 +82,7 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     from verl_megatron.checks.problems import refuse
     from verl_megatron.evaluation import Evaluation
     from verl_megatron.launch.command_line import settings_of
+    from verl_megatron.launch.ranks import ranks_of, start
 
     _, settings = settings_of(given.settings)
     for name, value in values.items():

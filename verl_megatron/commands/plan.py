@@ -38,22 +38,16 @@ from verl_megatron.model_specs import (
     num_training_ranks,
 )
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
-from verl_megatron.planner import (
-    MACHINES,
-    Lengths,
-    Machine,
-    PlannedRun,
-    compare,
-    comparison_lines,
-    find_machine,
-    plan_memory,
-    plan_seconds,
-    search,
-    search_splits,
-    search_text,
-)
 from verl_megatron.planner.as_json import as_json
-from verl_megatron.planner.search import CHOSEN
+from verl_megatron.planner.comparison import compare
+from verl_megatron.planner.machine import MACHINES, Machine, find_machine
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.rollout.lengths import Lengths
+from verl_megatron.planner.search import CHOSEN, search
+from verl_megatron.planner.seconds import plan_seconds
+from verl_megatron.planner.splits import search_splits
+from verl_megatron.planner.text import comparison_lines, search_text
 
 HOST_RANKS = 8
 SCORING = tuple(f"{name}.devices" for name in SCORERS)

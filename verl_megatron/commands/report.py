@@ -16,10 +16,6 @@ def run(arguments: list[str]) -> None:
     Raises:
         ValueError: a folder is none of a run, the file cannot be written, or plotly is not installed.
     """
-    from verl_megatron.observe.report.alarms import find_alarms, iterations_of
-    from verl_megatron.observe.report.page import REPORT_FILE, with_own_names, write_report
-    from verl_megatron.observe.report.record import read_run
-
     options = Options(prog="verl-megatron report", description=__doc__, examples=EXAMPLES)
     options.add_argument("folders", nargs="+", metavar="DIR", help="run.output_dir of a run")
     options.add_argument(
@@ -30,6 +26,10 @@ def run(arguments: list[str]) -> None:
         check_output("--output", given.output, is_replaced=True)
         if not given.output.endswith(".html"):  # such as the metrics of a run
             raise ValueError(f"--output {given.output} must end in .html; rename it")
+    from verl_megatron.observe.report.alarms import find_alarms, iterations_of
+    from verl_megatron.observe.report.page import REPORT_FILE, with_own_names, write_report
+    from verl_megatron.observe.report.record import read_run
+
     runs = with_own_names([read_run(folder) for folder in given.folders])
     default = Path(given.folders[0]) / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
     path = Path(given.output) if given.output else default

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parallel.runtime.refusal import NO_ROOM, short_repr
 from verl_megatron.commands import refusing
+from verl_megatron.launch.options import LAUNCHER_OPTIONS, is_rank, launcher_options
 
 if TYPE_CHECKING:
     from verl_megatron.config import SupervisedConfig, TrainerConfig
@@ -126,24 +127,24 @@ def _run(training: Training, arguments: list[str]) -> int:
         print(help_text(training, asked))
         return 0
     gc.disable()  # imports and recipes make many permanent objects
-    from verl_megatron.launch import ranks as launching
-
-    if launching.is_rank():
+    if is_rank():
         _as_a_rank(training.module, arguments)
         return 0
-    given, rest = launching.launcher_options(arguments)
+    given, rest = launcher_options(arguments)
     from parallel.runtime.environment import check_environment
+    from verl_megatron.launch.command_line import settings_of
+
+    check_environment()
+    known, settings = settings_of(rest, LAUNCHER_OPTIONS)
+    if known.cfg or known.info:
+        return 0  # Hydra has printed it
     from parallel.sealed_store import given_address
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
-    from verl_megatron.launch.command_line import settings_of
+    from verl_megatron.launch import ranks as launching
     from verl_megatron.launch.hosts import devices_in, ranks_of_role
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
-    check_environment()
-    known, settings = settings_of(rest, launching.LAUNCHER_OPTIONS)
-    if known.cfg or known.info:
-        return 0  # Hydra has printed it
     _check_command(training, settings, known.config or known.config_name)
     devices = devices_in(settings) if training is TRAIN else TrainerConfig()
     separate = has_worlds(devices)
@@ -223,8 +224,6 @@ def _check_command(training: Training, settings: dict[str, Any], recipe: str | N
 
 
 def _as_a_rank(module: str, arguments: list[str]) -> None:
-    from verl_megatron.launch.ranks import LAUNCHER_OPTIONS
-
     given = [argument.partition("=")[0] for argument in arguments]
     if named := [name for name in LAUNCHER_OPTIONS if name in given]:
         raise ValueError(f"{named[0]} is for the command that starts ranks, and this is one; leave it out")

@@ -14,6 +14,7 @@ from verl_megatron.config.algorithm import (
 from verl_megatron.config.asynchrony import AsyncConfig
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
 from verl_megatron.config.models import (
+    SCORERS,
     CriticConfig,
     EngineConfig,
     ModelConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "OLDER_NAMES",
     "RENAMED",
     "SCHEMAS",
+    "SCORERS",
     "AlgorithmConfig",
     "AsyncConfig",
     "CriticConfig",

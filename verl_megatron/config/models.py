@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from verl_megatron.config.section import COUNT, POSITIVE, SHARE, Section, setting
 
+SCORERS = ("reward", "reference", "teacher")  # models that may have a world; the first names a shared one
+
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):

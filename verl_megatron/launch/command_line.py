@@ -29,7 +29,7 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
-from verl_megatron.config import SCHEMAS
+from verl_megatron.config import SCHEMAS, SCORERS
 from verl_megatron.config.gpus import USUAL, check_machine, machine_here
 from verl_megatron.config.names import name_here
 from verl_megatron.config.section import names_of
@@ -37,7 +37,6 @@ from verl_megatron.launch.bases import OF_HYDRA, files_of, find_recipe, shipped_
 from verl_megatron.launch.merging import make_room, merged, override_of
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
-from verl_megatron.model_specs import SCORERS
 
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""

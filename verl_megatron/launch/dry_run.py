@@ -34,8 +34,11 @@ from verl_megatron.model_specs import (
     num_training_ranks,
     rollout_worlds,
 )
-from verl_megatron.planner import Machine, PlannedRun, find_machine, plan_memory, report, supervised_report
-from verl_megatron.planner.machine import GIB
+from verl_megatron.planner.machine import GIB, Machine, find_machine
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.supervised import supervised_report
+from verl_megatron.planner.text import report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 from verl_megatron.rewards.plan import described as described_reward
 

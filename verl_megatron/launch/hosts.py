@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import SCORERS, TrainerConfig
 from verl_megatron.model_specs import (
-    SCORERS,
     find_world,
     has_worlds,
     named_devices,

@@ -13,6 +13,9 @@ from parallel.runtime.refusal import complain, nearest, readable, short_repr
 
 WIDTH = 110
 UNKNOWN, NEEDED = "unrecognized arguments: ", "the following arguments are required: "  # as argparse says it
+MOST_LOCAL = 1024  # ranks of one host
+LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
+OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}  # by argument type
 
 
@@ -157,6 +160,41 @@ def add_launcher_options(options: argparse.ArgumentParser, *, usual: str = "1") 
     options.add_argument(
         "--max-restarts", type=int, default=0, help="how often failed ranks start again (default: 0)"
     )
+
+
+def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split off --ranks and --max-restarts (0 if absent); return them and the other arguments.
+
+    Raises:
+        ValueError: a value that is no such number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in LAUNCHER_OPTIONS:
+        parser.add_argument(option)
+    try:
+        if name := given_twice(parser, arguments):
+            raise ValueError(f"{name}: it is given twice; leave one of them out")
+        given, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}; give a number after it") from None
+    for option, least in LAUNCHER_OPTIONS.items():
+        name = option[2:].replace("-", "_")
+        text = getattr(given, name)
+        if text is None:
+            text = "0"
+        elif not (
+            isinstance(text, str) and re.fullmatch("[0-9]+", text) and least <= int(text[:7]) <= MOST_LOCAL
+        ):
+            raise ValueError(
+                f"{option} {short_repr(text)} must be a whole number from {least} to {MOST_LOCAL}; change it"
+            )
+        setattr(given, name, int(text))
+    return given, rest
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return any(name in os.environ for name in OF_A_RANK)
 
 
 def given_twice(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:

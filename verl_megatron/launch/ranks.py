@@ -1,9 +1,7 @@
 """The ranks of a run on this host: how many it needs, what the host cannot compute, and their start."""
 
-import argparse
 import gc
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,23 +11,13 @@ from parallel import device
 from parallel.gate import Gate
 from parallel.runtime import launch, process
 from parallel.runtime.forking.client import may_fork
-from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.models import FROZEN
 from verl_megatron.checks.ranks import named_layouts, ranks_needed
 from verl_megatron.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
-from verl_megatron.launch.options import given_twice
+from verl_megatron.launch.options import MOST_LOCAL
 from verl_megatron.model_specs import layout_of, models_of
-
-MOST_LOCAL = 1024  # ranks of one host
-LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
-OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
-
-
-def is_rank() -> bool:
-    """Whether a launcher has started this process as a rank."""
-    return any(name in os.environ for name in OF_A_RANK)
 
 
 def suits(config: TrainerConfig | SupervisedConfig, ranks: int) -> bool:
@@ -62,36 +50,6 @@ def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
     if isinstance(config, TrainerConfig) and config.rollout.devices:
         return fewest  # they name all ranks
     return max((count for count in range(fewest, gpus + 1) if suits(config, count)), default=fewest)
-
-
-def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split off --ranks and --max-restarts (0 if absent); return them and the other arguments.
-
-    Raises:
-        ValueError: a value that is no such number.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in LAUNCHER_OPTIONS:
-        parser.add_argument(option)
-    try:
-        if name := given_twice(parser, arguments):
-            raise ValueError(f"{name}: it is given twice; leave one of them out")
-        given, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error.argument_name}: {error.message}; give a number after it") from None
-    for option, least in LAUNCHER_OPTIONS.items():
-        name = option[2:].replace("-", "_")
-        text = getattr(given, name)
-        if text is None:
-            text = "0"
-        elif not (
-            isinstance(text, str) and re.fullmatch("[0-9]+", text) and least <= int(text[:7]) <= MOST_LOCAL
-        ):
-            raise ValueError(
-                f"{option} {short_repr(text)} must be a whole number from {least} to {MOST_LOCAL}; change it"
-            )
-        setattr(given, name, int(text))
-    return given, rest
 
 
 def prepare() -> None:

@@ -33,7 +33,8 @@ from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.startup import StartClock
 from verl_megatron.observe.timeline import Activity, record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Machine, machine_here
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.preflight import machine_here
 from verl_megatron.preflight import Inputs
 from verl_megatron.roles.role import Role
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
-from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import SCORERS, models_of
+from verl_megatron.config import SCORERS, TrainerConfig
+from verl_megatron.model_specs import models_of
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.search import Search, Settings, configured, search, seconds_of

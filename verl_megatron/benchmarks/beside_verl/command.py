@@ -39,7 +39,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.options import COUNT, Options
-from verl_megatron.planner import PlannedRun
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.preflight import check_fits, machine_here
 
 EXAMPLES = (

@@ -41,15 +41,11 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.options import COUNT, Options
-from verl_megatron.planner import (
-    MACHINES,
-    Machine,
-    PlannedRun,
-    find_machine,
-    machine_here,
-    plan_memory,
-    plan_seconds,
-)
+from verl_megatron.planner.machine import MACHINES, Machine, find_machine
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.planned_run import PlannedRun
+from verl_megatron.planner.preflight import machine_here
+from verl_megatron.planner.seconds import plan_seconds
 
 EXAMPLES = (
     "--recipe ppo_toy_cpu --gpus 1,2,4 actor.path=outputs/toy/model",

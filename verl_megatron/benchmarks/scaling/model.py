@@ -35,8 +35,8 @@ import numpy as np
 
 from verl_megatron.benchmarks.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
 from verl_megatron.data.packing import balance
-from verl_megatron.planner import Machine, PlannedRun
-from verl_megatron.planner.planned_run import PlannedRole
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.training import group_rate
 from verl_megatron.planner.weight_sync import moved_bytes
 

@@ -6,7 +6,8 @@ from statistics import median
 from parallel.layout import Layout
 from verl_megatron.observe.timeline import TRACE_FILE, Timeline
 from verl_megatron.observe.tracking import read_metrics
-from verl_megatron.planner import MACHINES, PlannedRun
+from verl_megatron.planner.machine import MACHINES
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.seconds import plan_work
 
 MEASURED, MODELLED = "measured", "modelled"

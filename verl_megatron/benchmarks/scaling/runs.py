@@ -27,7 +27,7 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.recipe import SHIPPED
-from verl_megatron.planner import PlannedRun
+from verl_megatron.planner.planned_run import PlannedRun
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "verl_megatron.train"
