@@ -24,7 +24,6 @@ OWNERS = {
         "verl_megatron/checks/overrides.py",
         "verl_megatron/train.py",
         "verl_megatron/launch/supervised.py",
-        "verl_megatron/commands/plan.py",
         "verl_megatron/benchmarks/",
     ),
     "megatron": (

@@ -28,6 +28,7 @@ CAP_MIB = 64
 # Growth of the resident memory's peak from the moment at which everything is imported.
 MEASURE = """
 import re, sys
+from parallel.convert import compare, to_hugging_face, to_megatron
 from verl_megatron.commands import convert
 status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 convert.parser()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.planned import H200, arch, run_config
-from verl_megatron.commands import plan
+from verl_megatron.commands.plan import command as plan
 from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.decoding import pipeline_of

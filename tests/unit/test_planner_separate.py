@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from tests.planned import H200, arch, run_config
-from verl_megatron.commands import plan
+from verl_megatron.commands.plan import command as plan
 from verl_megatron.model_specs import rollout_devices
 from verl_megatron.planner.memory import SERVING, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from parallel.weights.shapes import shape
 from tests.worlds import run_world
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.commands import plan
+from verl_megatron.commands.plan import command as plan
+from verl_megatron.commands.plan.settings import base_config
 from verl_megatron.planner.machine import LAYER_SHARE, MACHINES, find_machine
 from verl_megatron.planner.search import ALWAYS_SAID
 
@@ -104,7 +106,7 @@ def test_a_plan_beside_what_a_run_measured(capsys, tmp_path):
 
 
 def test_a_folder_is_read(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(plan.shape("llama3-1b")))
+    (tmp_path / "config.json").write_text(json.dumps(shape("llama3-1b")))
     by_name, by_folder = (
         planned(capsys, "--model", model, "--gpus", "1", "--samples-per-iteration", "64")
         for model in ("llama3-1b", str(tmp_path))
@@ -121,7 +123,7 @@ def test_seventy_billion_on_sixty_four_gpus_can_be_planned(capsys):
 def test_every_algorithm_is_planned_with_the_samples_that_it_compares(name):
     teacher = ["teacher.path=llama3-8b"] * (name == "distillation")
     given = ["--model", "llama3-8b", "--gpus", "8", "--algorithm", name, *teacher]
-    config = plan.base_config(plan.parser().parse_args(given))
+    config = base_config(plan.parser().parse_args(given))
     assert config.algorithm.name == name
     assert (config.data.samples_per_prompt > 1) == (ALGORITHMS[name].min_samples > 1)
 

@@ -49,7 +49,7 @@ COMMANDS = {
     "report": Command("write the report of one or several runs, and print their alarms", "report"),
     "generate": Command("write a model's responses to prompts", "evaluation", "generate"),
     "evaluate": Command("score a model's responses to prompts", "evaluation", "evaluate"),
-    "plan": Command("find layouts that fit a number of GPUs", "plan"),
+    "plan": Command("find layouts that fit a number of GPUs", "plan.command"),
     "reshard-plan": Command("show what a weight sync would move", "reshard_plan"),
     "convert": Command("convert between Hugging Face folders and Megatron-Core checkpoints", "convert"),
     "export": Command("write a run's checkpoint as Hugging Face folders", "export"),

@@ -7,19 +7,19 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from parallel.convert import to_hugging_face, to_megatron
-from parallel.convert.compare import describe, differences
-from parallel.convert.to_hugging_face import CheckpointArguments
-from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from verl_megatron.launch.options import Options, whole_number, words_of
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NAMED = "|".join(list(DTYPES)[:3])  # for help
+if TYPE_CHECKING:
+    import torch
+
+    from parallel.convert.workers import Budget
+
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = (*SHORT.values(), *SHORT)
+NAMED = "|".join(SHORT.values())  # for help
 SUMMARIES = {
     "hf-to-mcore": "writes a checkpoint for any tensor, pipeline and virtual pipeline parallelism",
     "mcore-to-hf": "writes a Hugging Face folder from any layout; optimizer state is left out",
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         help="layer spec of the models that will load it; te's files are read by both",
     )
     to_hf.add_argument(
-        "--dtype", choices=list(DTYPES), metavar=NAMED, help="of the tensors written; default: as stored"
+        "--dtype", choices=DTYPES, metavar=NAMED, help="of the tensors written; default: as stored"
     )
     inspect.add_argument("source", type=Path, metavar="PATH", help="folder to read")
     verify.add_argument("source", type=Path, metavar="A", help="a folder")
@@ -115,7 +115,16 @@ def run(arguments: list[str]) -> int:
         command_line.error(" ".join(words_of(error).split()))
 
 
+def dtype_of(name: str) -> "torch.dtype":
+    """Return torch's dtype of a name in `DTYPES`."""
+    import torch
+
+    return getattr(torch, SHORT.get(name, name))
+
+
 def _hf_to_mcore(options) -> int:
+    from parallel.convert import to_megatron
+
     to_megatron.convert(
         options.source,
         options.target,
@@ -128,8 +137,11 @@ def _hf_to_mcore(options) -> int:
 
 
 def _mcore_to_hf(options) -> int:
+    from parallel.convert import to_hugging_face
+    from parallel.convert.to_hugging_face import CheckpointArguments
+
     source = CheckpointArguments(options.source, options.template, options.skip_extra)
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = dtype_of(options.dtype) if options.dtype else None
     checkpoint = to_hugging_face.convert(
         source, options.target, dtype=dtype, budget=_budget(options), file_bytes=int(options.file_gib * 2**30)
     )
@@ -147,11 +159,17 @@ def _mcore_to_hf(options) -> int:
 
 
 def _inspect(options) -> int:
+    from parallel.convert.compare import describe
+    from parallel.convert.to_hugging_face import CheckpointArguments
+
     print(describe(CheckpointArguments(options.source, options.template, skip_extra=True)))
     return 0
 
 
 def _verify(options) -> int:
+    from parallel.convert.compare import differences
+    from parallel.convert.to_hugging_face import CheckpointArguments
+
     source, target = (
         CheckpointArguments(path, options.template, options.skip_extra)
         for path in (options.source, options.target)
@@ -163,7 +181,9 @@ def _verify(options) -> int:
     return 1 if lines else 0
 
 
-def _budget(options) -> Budget:
+def _budget(options) -> "Budget":
+    from parallel.convert.workers import Budget
+
     return Budget.of(int(options.memory_gib * 2**30), options.workers)
 
 

@@ -5,21 +5,15 @@ Without --out they are RUN/export/step_N/NAME. It needs no GPU and no ranks, and
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from parallel.checkpoint.folders import complete, step_of
-from parallel.checkpoint.resume import read_manifest
-from parallel.checkpoint.sealed import file_damage
-from parallel.convert import to_hugging_face
-from parallel.convert.to_hugging_face import CheckpointArguments
-from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
-from verl_megatron.commands.convert import DTYPES, NAMED
+from verl_megatron.commands.convert import DTYPES, NAMED, dtype_of
 from verl_megatron.launch.options import Options, whole_number
-from verl_megatron.manifest import manifest_problem
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bfloat16")
 MEMORY_BYTES, FILE_BYTES = 4 << 30, 4 << 30
@@ -39,11 +33,17 @@ def run(arguments: list[str]) -> int:
     options.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN/export/step_N")
     options.add_argument(
         "--dtype",
-        choices=list(DTYPES),
+        choices=DTYPES,
         metavar=NAMED,
         help="without it that of the model it started from",
     )
     given = options.parse_args(arguments)
+    from parallel.checkpoint.resume import read_manifest
+    from parallel.convert import to_hugging_face
+    from parallel.convert.to_hugging_face import CheckpointArguments
+    from parallel.convert.workers import Budget
+    from verl_megatron.manifest import manifest_problem
+
     path = _checkpoint(given.run, given.step)
     manifest, problem = read_manifest(path, manifest_problem)
     if problem is not None:
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
     for name in manifest["roles"]:
         _check_files(path, name, manifest["files"])
         template = _template(name, manifest["settings"])
-        dtype = DTYPES[given.dtype] if given.dtype else _dtype_of(template)
+        dtype = dtype_of(given.dtype) if given.dtype else _stored_dtype(template)
         source = CheckpointArguments(path / name, template, skip_extra=True)
         budget = Budget.of(MEMORY_BYTES, min(8, os.cpu_count() or 1))
         try:
@@ -67,6 +67,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
+    from parallel.checkpoint.folders import complete, step_of
+
     found = {step_of(path): path for path in complete(run / "checkpoint")}
     if not found:
         raise ValueError(
@@ -81,6 +83,8 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 
 
 def _check_files(path: Path, name: str, files: dict[str, Any]) -> None:
+    from parallel.checkpoint.sealed import file_damage
+
     for file, written in files.items():
         if file.startswith(f"{name}/") and (damage := file_damage(path / file, written)):
             raise ValueError(f"{path} is damaged: {damage}; name another checkpoint by --step")
@@ -96,8 +100,10 @@ def _template(name: str, settings: dict[str, dict[str, Any]]) -> Path:
     return Path(own)
 
 
-def _dtype_of(template: Path) -> torch.dtype | None:
+def _stored_dtype(template: Path) -> "torch.dtype | None":
     """Return the dtype that a model's config.json names; None keeps the checkpoint's float32."""
+    import torch
+
     config = read_config(template)
     found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return found if isinstance(found, torch.dtype) else None
