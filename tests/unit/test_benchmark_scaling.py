@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
 from tests.scaled import run_on, scaling_of
+from verl_megatron.benchmarks.options.scaling import by_size, numbers, parser
 from verl_megatron.benchmarks.scaling import command
-from verl_megatron.benchmarks.scaling.command import by_size, main, numbers, parser, sizes_to_run
+from verl_megatron.benchmarks.scaling.command import main, sizes_to_run
 from verl_megatron.benchmarks.scaling.report import Report, markdown, write_csv, write_png
 from verl_megatron.benchmarks.scaling.rows import (
     MEASURED,

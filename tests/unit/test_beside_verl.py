@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl_megatron.benchmarks.beside_verl import runs
-from verl_megatron.benchmarks.beside_verl.command import config_of, job_of, main, parser, plan_of, ways_of
+from verl_megatron.benchmarks.beside_verl.command import config_of, job_of, main, plan_of, ways_of
 from verl_megatron.benchmarks.beside_verl.job import write_job
 from verl_megatron.benchmarks.beside_verl.record import Record
 from verl_megatron.benchmarks.beside_verl.report import planned, table
@@ -25,6 +25,7 @@ from verl_megatron.benchmarks.beside_verl.runs import (
     version_of_verl,
 )
 from verl_megatron.benchmarks.beside_verl.settings import our_settings, verl_settings
+from verl_megatron.benchmarks.options.verl import parser
 from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.data.tokenizer import load_tokenizer
 from verl_megatron.examples import toy

@@ -14,7 +14,8 @@ from verl_megatron.config.section import sections_of
 from verl_megatron.launch import ranks as launching
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.help import recipe_summaries, settings_help
-from verl_megatron.launch.ranks import launcher_options, ranks_of
+from verl_megatron.launch.options import launcher_options
+from verl_megatron.launch.ranks import ranks_of
 
 
 def said_by(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:

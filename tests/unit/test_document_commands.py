@@ -16,7 +16,6 @@ import pytest
 from tests.documents import COMMANDS, FENCE, FOLDERS, INLINE, PAGES, Command, text_of
 from tests.worlds import ROOT
 from verl_megatron.commands import COMMANDS as COMMANDS_OF_PROGRAM
-from verl_megatron.commands.benchmark import BENCHMARKS
 from verl_megatron.commands.evaluation import EVALUATE_EXAMPLES, GENERATE_EXAMPLES
 from verl_megatron.commands.training import DPO, REWARD_MODEL, SFT, TRAIN
 from verl_megatron.examples.toy import make_toy
@@ -129,9 +128,10 @@ def source_of(words: list[str]) -> str | None:
     """The code that reads a command's options; None if it is not ours."""
     if words[0] == "verl-megatron":
         assert words[1] in COMMANDS_OF_PROGRAM, f"there is no command {words[1]}"
-        modules = ["launch.ranks", "launch.command_line", f"commands.{COMMANDS_OF_PROGRAM[words[1]].module}"]
+        module = COMMANDS_OF_PROGRAM[words[1]].module.replace("command", "options")
+        modules = ["launch.options", "launch.command_line", f"commands.{module}"]
         if words[1] == "benchmark":
-            modules.append(f"benchmarks.{BENCHMARKS[words[2]].module}")
+            modules += ["benchmarks.options.__init__", f"benchmarks.options.{words[2].replace('-', '_')}"]
         paths = [ROOT / "verl_megatron" / f"{module.replace('.', '/')}.py" for module in modules]
         return "".join(path.read_text() for path in paths)
     program = next((word for word in words if re.fullmatch(r"tools/\w+\.py", word)), None)

@@ -1,15 +1,17 @@
 """Help of every command: a usage line, what it does, and examples that parse."""
 
 import shlex
+import subprocess
+import sys
 
 import pytest
 
-from tests.worlds import ROOT
+from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.commands import COMMANDS, main
 from verl_megatron.commands.benchmark import BENCHMARKS
 from verl_megatron.commands.convert import SUMMARIES
-from verl_megatron.launch import command_line, ranks
-from verl_megatron.launch.options import Options
+from verl_megatron.launch import command_line
+from verl_megatron.launch.options import Options, launcher_options
 
 RUNS = (
     "train",
@@ -39,7 +41,6 @@ def only_parsed(monkeypatch):
 
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(Options, name, parsed(getattr(Options, name)))
-    monkeypatch.setattr(ranks, "is_rank", lambda: True)  # so that none are started
     monkeypatch.setattr("sys.argv", ["verl-megatron"])
 
 
@@ -75,7 +76,7 @@ def test_help_has_usage_options_and_examples_that_parse(command, capsys, request
 
 def parse(command: str, words: list[str]) -> None:
     if command in RUNS:
-        rest = ranks.launcher_options(words[len(command.split()) :])[1]
+        rest = launcher_options(words[len(command.split()) :])[1]
         known, settings = command_line.settings_of(rest)
         assert (known.config or known.config_name) and settings
     elif command == "benchmark":
@@ -123,3 +124,42 @@ def test_unknown_and_repeated_options_are_named(arguments, said, capfd, monkeypa
         main(arguments)
     shown = capfd.readouterr().err
     assert ended.value.code == 2 and said in shown and shown.count("\n") == 1, shown
+
+
+# Ends with the first command whose arguments were not answered, or not before a heavy package was imported.
+WRONG = """
+import os, sys
+from verl_megatron.commands import COMMANDS, main
+from verl_megatron.commands.benchmark import BENCHMARKS
+from verl_megatron.commands.convert import SUMMARIES
+from parallel.runtime import process
+
+def end(status):
+    raise SystemExit(status)
+
+process.end = end
+one_word = [[name] for name in COMMANDS if name not in ("recipes", "data", "benchmark")]
+named = [("recipes", "list"), ("data", "check"), *(("benchmark", name) for name in BENCHMARKS)]
+for command in [*one_word, *named, *(("convert", name) for name in SUMMARIES)]:
+    sys.argv = ["verl-megatron"]
+    for wrong in ("--no-such-option", "--help"):
+        try:
+            status = main([*command, wrong])
+        except SystemExit as ended:
+            status = ended.code
+        heavy = {"torch", "transformers", "vllm", "megatron"} & set(sys.modules)
+        if heavy or bool(status) != (wrong != "--help"):
+            sys.exit(f"{' '.join(command)} {wrong}: {status} {heavy}")
+"""
+
+
+def test_wrong_arguments_and_help_are_answered_before_anything_heavy_is_imported():
+    said = subprocess.run(
+        [sys.executable, "-c", WRONG],
+        cwd=ROOT,
+        env=environment_of_ranks(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert said.returncode == 0, said.stderr[-500:]

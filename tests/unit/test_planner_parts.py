@@ -17,13 +17,8 @@ from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRole, part_elements
 from verl_megatron.planner.reshard.memory import megatron_addresses
+from verl_megatron.planner.rollout import serving
 from verl_megatron.planner.rollout.decoding import rollout_seconds, samples_at_once
-from verl_megatron.planner.rollout.serving import (
-    cached_tokens,
-    kv_bytes_per_token,
-    own_rollout_bytes,
-    samples_cached,
-)
 from verl_megatron.planner.search import configured, uneven_stages
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.static import static_bytes
@@ -67,7 +62,7 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
         memory = {0: megatron_addresses(mine, 2)}
         sides = Sides(source={0: mine}, destination={0: theirs}, memory=memory, element_bytes=2)
-        assert own_rollout_bytes(run, stage) == least_layouts(sides, in_place=False)[0].own_bytes
+        assert serving.own_rollout_bytes(run, stage) == least_layouts(sides, in_place=False)[0].own_bytes
 
 
 def test_states_of_a_learning_model():
@@ -199,7 +194,7 @@ def test_what_keeps_samples_waiting_is_named(limit, cached, said):
     config.rollout.max_num_seqs = limit
     run = run_of(config, 4)
     assert said in samples_together(
-        run, cached * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run)
+        run, cached * (run.prompt_tokens + run.response_tokens) * serving.kv_bytes_per_token(run)
     )
 
 
@@ -207,7 +202,7 @@ def test_plans_keep_room_in_the_cache_with_dynamic_batching():
     config = run_config(samples=256, rollout=2)
     config.rollout.dynamic_batching = True
     run = run_of(config, 4)
-    cache_bytes = 100 * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run)
+    cache_bytes = 100 * (run.prompt_tokens + run.response_tokens) * serving.kv_bytes_per_token(run)
     said = samples_together(run, cache_bytes)
     assert said.startswith("90 of a replica's 128 samples at once (rollout.dynamic_batching keeps room")
 
@@ -237,9 +232,11 @@ def test_samples_share_their_prompts_cache(count, per_prompt):
     config = run_config("tp2sp", samples=4)
     config.data.samples_per_prompt, config.data.max_prompt_tokens = per_prompt, 15_360
     run = run_of(config, 2)
-    tokens = cached_tokens(run, count)
+    tokens = serving.cached_tokens(run, count)
     assert tokens == -(-count // per_prompt) * 15_360 + count * 512
-    assert samples_cached(run, tokens) == count and samples_cached(run, tokens - 1) == count - 1
+    assert (
+        serving.samples_cached(run, tokens) == count and serving.samples_cached(run, tokens - 1) == count - 1
+    )
 
 
 def test_generation_without_cuda_graphs_or_in_float32_takes_longer():

@@ -1,14 +1,4 @@
-"""Measures this machine's rates for the planner and writes them for `verl-megatron plan --gpu FILE`.
-
-Measured are matrix products and attention in bfloat16, copies on the device and to pinned host memory, and
-the time in which a process launches a layer's work. With several ranks, messages and collectives are measured
-at several sizes. With one process, the links are those of the most similar built-in machine; on a CPU, so are
-the GPU figures. Every rank measures, and the slowest counts.
-
-It takes about 20 times --seconds, with several ranks up to 60 times, and half a minute to start. Start it on
-all GPUs of a host, while nothing else runs there. What was measured is printed with its units. The file is
-for `verl-megatron plan --gpu FILE` and for `--dry-run --gpu FILE` of a run.
-"""
+"""This machine's rates, measured for the planner: `benchmark calibrate`."""
 
 import json
 import os
@@ -28,18 +18,13 @@ from parallel.rank_set import world
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.benchmarks.options.calibrate import read_options
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.launch.options import Options, add_launcher_options, check_output
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.planner.machine import LAYER_SHARE, MACHINES, Machine
 from verl_megatron.planner.preflight import machine_here
 from verl_megatron.roles.engine import Engine, EngineOptions
-
-EXAMPLES = (
-    "--ranks 8 machine.json",
-    "quick.json --seconds 0.1",
-)
 
 MIB = 2**20
 MOST_REPEATS = 10_000
@@ -327,24 +312,7 @@ def summary(found: dict, path: Path) -> str:
 
 
 def main() -> None:
-    options = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(options)
-    options.add_argument("out", type=Path, metavar="FILE", help="file to write, ending in .json")
-    options.add_argument(
-        "--seconds",
-        type=float,
-        default=1.0,
-        help="seconds of each measurement, up to 60; a long load lowers clocks as training does",
-    )
-    given = options.parse_args()
-    try:
-        check_output("FILE", given.out)
-    except ValueError as error:
-        options.error(str(error))
-    if given.out.suffix != ".json":
-        options.error(f"FILE {given.out} must end in .json; rename it")
-    if not 0 < given.seconds <= 60:
-        options.error(f"--seconds {given.seconds} lies outside (0, 60]; choose a value inside")
+    given = read_options()
     device.initialize()
     found = measure(given.seconds)
     if dist.get_rank() == 0:

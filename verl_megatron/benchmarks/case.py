@@ -3,7 +3,6 @@
 Each rank can compute the weights for itself, and so verify what it receives.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -27,7 +26,6 @@ from parallel.reshard.plan import matrix_shape
 from parallel.reshard.transport import Parameters
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import megatron_parameters, megatron_shards, vllm_parameters, vllm_shards
-from parallel.weights.shapes import SHAPES
 from parallel.weights.shard import Block, ShardedParameter
 
 # Letters: R rows, C columns.
@@ -196,13 +194,6 @@ def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[s
     finally:
         if is_first_here:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def add_model(parser: argparse.ArgumentParser, *, read: str = "its weights are not read") -> None:
-    """Add the options of the model: a published shape or a folder, of which `read` says what is read."""
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
-    model.add_argument("--hf", type=Path, metavar="DIR", help=f"a folder with a config.json; {read}")
 
 
 def say(text: str) -> None:

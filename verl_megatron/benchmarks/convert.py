@@ -1,15 +1,4 @@
-"""Speed and memory of `convert.py` compared with `cp`, on random weights of a published shape.
-
-FOLDER/hf is written first, with bfloat16 layers of full width, and reused by a later run. Then these steps
-alternate: `cp -r` of it with an fsync of each file, as in the converter; the same with as many `cp` processes
-as the converter has; hf-to-mcore; mcore-to-hf; and verify of the first folder against the last. Before each
-step, its input is dropped from the page cache.
-
-The programs run as a user starts them, imports included. Memory and processor time are sampled over all
-processes of a step. Memory is given as proportional set size, which counts shared pages once, and as resident
-set size. The exit status is 1 if the round trip is not bit-identical or a conversion takes more than
---memory-gib.
-"""
+"""Speed and memory of the converter and of `cp`, step by step: `benchmark convert`."""
 
 import json
 import os
@@ -31,15 +20,10 @@ import torch
 from parallel.weights.architecture import read_architecture, read_config
 from parallel.weights.files import INDEX
 from parallel.weights.rules import hf_shapes
-from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shapes import shape
+from verl_megatron.benchmarks.options.convert import parser, read_options
 from verl_megatron.benchmarks.output import TimedRow, times_of, versions, write_csv
 from verl_megatron.examples.random_weights import write_weights
-from verl_megatron.launch.options import Options
-
-EXAMPLES = (
-    "outputs/convert --shape llama3-70b --layers 5",
-    "outputs/convert --hf outputs/toy/model --workers 1 --repetitions 1 --settle-s 0",
-)
 
 CONVERT = ("-m", "verl_megatron.commands.convert")
 MIB, GB, SAMPLE_S = 2**20, 10**9, 0.2
@@ -251,42 +235,16 @@ def machine_columns() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="of the model and what is made of it; three times the model's size has to be free",
-    )
-    parser.add_argument(
-        "--shape", default="llama3-70b", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
-    )
-    parser.add_argument(
-        "--hf", type=Path, metavar="DIR", help="folder with the config.json of a shape of its own"
-    )
-    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    parser.add_argument("--memory-gib", type=float, default=4.0, help="the converter's cap in GiB")
-    parser.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="the converter's processes"
-    )
-    parser.add_argument("--repetitions", type=int, default=3, help="of each step")
-    parser.add_argument(
-        "--settle-s",
-        type=float,
-        default=5.0,
-        help="seconds of pause before each step, in which virtual machines hand freed memory back",
-    )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
+    options = read_options()
     config = read_config(options.hf) if options.hf else shape(options.shape)
     config |= dict(num_hidden_layers=options.layers) if options.layers else {}
     try:
         size = write_model(options.folder / "hf", config, copies=2)
         runs = measure(options.folder, options)
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     except subprocess.CalledProcessError as error:
-        parser.exit(1, f"{error}\n{error.output}\n")
+        parser().exit(1, f"{error}\n{error.output}\n")
     rows = rows_of(runs, size)
     peak = max(row.peak_pss_mib for row in rows) * MIB
     print(

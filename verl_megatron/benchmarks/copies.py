@@ -1,8 +1,4 @@
-"""Latency of a small copy while optimizer state moves between a GPU and the host.
-
-Compares the streams of parallel/offload.py with a single stream. The floor is the small copy alone; for the
-state's rate it is one large copy alone. Each small copy is of half a MiB of pinned memory and is waited for.
-"""
+"""Latency of a small copy while optimizer state moves between a GPU and the host: `benchmark copies`."""
 
 import sys
 import time
@@ -15,12 +11,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.offload import PIECE_BYTES, copy_beside
-from verl_megatron.launch.options import Options
-
-EXAMPLES = (
-    "",
-    "--gib 4",
-)
+from verl_megatron.benchmarks.options.copies import read_options
 
 BESIDE_BYTES = 2**19
 
@@ -51,9 +42,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    options = Options(description=__doc__, examples=EXAMPLES)
-    options.add_argument("--gib", type=int, default=16, help="GiB of state")
-    pieces = options.parse_args().gib * 2**30 // PIECE_BYTES
+    pieces = read_options().gib * 2**30 // PIECE_BYTES
     if not device.is_gpu() or pieces < 1:
         print(
             "error: a GPU and at least --gib 1 are needed: on a CPU nothing is copied beside other work",

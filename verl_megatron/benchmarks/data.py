@@ -1,12 +1,4 @@
-"""Time and memory to start on many prompts: what a run does with data.train before anything is built.
-
-FOLDER/prompts.FORMAT is written first and reused by a later run: chats about arithmetic in verl's columns, of
-60 to 120 tokens, from five sources. Each number of prompts is read in a process of its own, through the chat
-template and tokenizer of --model, as the first rank of a host does it.
-
-Seconds begin after the imports: to read and tokenize all, those of all cores together, and to draw the first
-256 in a run's order. Memory is what the process's peak resident set grew by.
-"""
+"""Time and memory to start on many prompts, each number in a process of its own: `benchmark data`."""
 
 import json
 import random
@@ -19,14 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 from parallel.runtime.refusal import REFUSED
+from verl_megatron.benchmarks.options.data import parser, read_options
 from verl_megatron.benchmarks.output import status_bytes, versions, write_csv
-from verl_megatron.launch.options import Options
 
-EXAMPLES = (
-    "outputs/prompts --model outputs/toy/model",
-    "outputs/prompts --model MODEL --prompts 10000,1000000 --format jsonl --csv rows.csv",
-)
-FORMATS = ("parquet", "jsonl")
 MIB = 1 << 20
 NAMES = ("Ada", "Ben", "Chen", "Dana", "Eve", "Farid", "Gita", "Hugo", "Ines", "Jun")
 THINGS = ("apples", "books", "coins", "eggs", "flowers", "marbles", "pencils", "stamps", "tickets")
@@ -171,16 +158,7 @@ def counts_of(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the prompts; they are written there")
-    parser.add_argument("--model", required=True, help="Hugging Face folder with the tokenizer")
-    parser.add_argument("--prompts", default="100000,1000000", metavar="N[,N]", help="how many to read")
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the file")
-    parser.add_argument(
-        "--only", action="store_true", help="measure in this process, and print the result as JSON"
-    )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
+    options = read_options()
     path = options.folder / f"prompts.{options.format}"
     try:
         counts = counts_of(options.prompts)
@@ -190,9 +168,9 @@ def main() -> None:
             return
         rows = rows_of(path, options.model, counts)
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     except OSError as error:
-        parser.error(f"FOLDER {options.folder}: {error.strerror}; name one that can be written")
+        parser().error(f"FOLDER {options.folder}: {error.strerror}; name one that can be written")
     print(table(rows))
     if options.csv:
         write_csv(options.csv, {"model": options.model, "format": options.format} | versions(), rows)

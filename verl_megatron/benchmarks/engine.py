@@ -1,15 +1,4 @@
-"""Forward passes and optimizer steps of a model without vLLM: seconds, FLOP/s, MFU and memory.
-
-FLOP/s are compared with this GPU's own matrix product. All samples have the same length; --rows is the number
-per data-parallel rank and optimizer step. --steps steps run in sequence: the new weights of each are gathered
-concurrently with the next, and after the last, as in an iteration of a run.
-
-MFU counts matrix products and the causal half of attention, a backward pass twice. It leaves out the input
-embedding, logits of unneeded tokens, and recomputation. With --baseline, a step with full logits and
-Megatron-Core's own cross-entropy is measured alternately.
-
-With --samples-per-prompt, samples are groups, which `--set shared_prompts=true` packs with their prompt once.
-Its tokens and FLOPs then count once, too; the seconds are those of the same samples.
+"""Forward passes and optimizer steps of a model without vLLM: `benchmark engine`, in turns.
 
 Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-parallel rank.
 """
@@ -31,12 +20,13 @@ from parallel.layout import Layout
 from parallel.rank_set import agree, world
 from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shapes import shape
 from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.algorithms.objectives import clip
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.benchmarks.case import check_room, say
+from verl_megatron.benchmarks.options.engine import read_options
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
@@ -52,13 +42,6 @@ from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 
 # once parallel.device has prepared the machine
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
-from verl_megatron.launch.options import Options, add_launcher_options
-
-EXAMPLES = (
-    "--ranks 4 --shape llama3-8b --layout tp2sp --set dtype=fp8",
-    "--rows 32 --prompt 4096 --samples-per-prompt 8 --set shared_prompts=true",
-    "--ranks 2 --hf outputs/toy/model --layout tp2 --rows 8 --prompt 16 --response 16",
-)
 
 GIB = 2**30
 FIELDS = ("logprobs", "advantages")
@@ -236,42 +219,6 @@ def profile(bench: Bench) -> None:
             do()
             device.synchronize()
         say(f"{name}:\n{described(found)}")
-
-
-def read_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(parser)
-    parser.add_argument(
-        "--shape", default="llama3-8b", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
-    )
-    parser.add_argument(
-        "--hf", type=Path, metavar="DIR", help="a folder with a config.json, instead of a published shape"
-    )
-    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    parser.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
-    parser.add_argument("--rows", type=int, default=64, help="samples of a data-parallel rank and step")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
-    parser.add_argument(
-        "--samples-per-prompt", type=int, default=1, metavar="N", help="rows of one prompt; a divisor of them"
-    )
-    parser.add_argument(
-        "--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches"
-    )
-    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement")
-    parser.add_argument(
-        "--no-train", action="store_true", help="forward passes only: no gradients, no optimizer"
-    )
-    parser.add_argument(
-        "--baseline", action="store_true", help="measure full logits and Megatron-Core's loss as well"
-    )
-    parser.add_argument("--profile", action="store_true", help="list the kernels that take the time")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    return parser.parse_args()
 
 
 def planned_run(

@@ -1,16 +1,4 @@
-"""Time to load a rank's slices of a Hugging Face folder: byte ranges, as in training, or the whole model.
-
-FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and reused by a later run. Two
-methods alternate, each in its own process and with the file dropped from the page cache:
-
-- `load_parameters` fills a rank's Megatron-Core parameters from byte ranges of the file.
-- `AutoModelForCausalLM.from_pretrained` loads the model, from which the same parameters are sliced. It maps
-  the file too, and copies all of it if --dtype is not the file's.
-
-Times begin after the imports. Bytes read are the process's disk reads. Memory is the process's peak resident
-set, including mapped pages of the file, and its peak anonymous memory alone. The exit status is 1 if the two
-methods fill the parameters with different bits.
-"""
+"""Time to load a rank's slices of a folder, by byte ranges and as a whole: `benchmark load`."""
 
 import hashlib
 import json
@@ -30,16 +18,11 @@ from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
-from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.benchmarks.convert import GB, MIB, forget, machine_columns, write_model
+from verl_megatron.benchmarks.options.load import RANGES, WHOLE, parser, read_options
 from verl_megatron.benchmarks.output import TimedRow, status_bytes, times_of, write_csv
-from verl_megatron.launch.options import Options
-
-EXAMPLES = (
-    "outputs/load --shape llama3-8b --layers 4 --tp 4 --rank 1",
-    "outputs/load --hf outputs/toy/model --layers 2 --tp 2 --repetitions 1",
-)
 
 Tensors = dict[tuple[int, str], Tensor]
 SAMPLE_S = 0.02
@@ -78,7 +61,7 @@ def whole_model(folder: Path, dtype: torch.dtype) -> Callable[[list[ShardedParam
     return load
 
 
-METHODS = {"byte ranges": by_ranges, "from_pretrained and slicing": whole_model}
+METHODS = {RANGES: by_ranges, WHOLE: whole_model}
 
 
 def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) -> dict[str, object]:
@@ -177,31 +160,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the model; it is written there")
-    parser.add_argument(
-        "--shape", default="llama3-8b", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
-    )
-    parser.add_argument(
-        "--hf", type=Path, metavar="DIR", help="folder with the config.json of a shape of its own"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks")
-    parser.add_argument("--rank", type=int, default=1, help="whose slices are read")
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="of the parameters; the file is bfloat16",
-    )
-    parser.add_argument("--repetitions", type=int, default=3, help="of each method")
-    parser.add_argument(
-        "--only",
-        choices=list(METHODS),
-        help="measure one method once in this process, and print its result as JSON",
-    )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
+    options = read_options()
     folder = options.folder / "hf"
     if options.only:
         print(
@@ -216,7 +175,7 @@ def main() -> None:
     try:
         size = write_model(folder, config, copies=0)
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     rows, needed = compare(folder, options)
     print(
         f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} "

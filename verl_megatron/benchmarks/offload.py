@@ -1,10 +1,4 @@
-"""Cost of `reshard.offload`: a run in which it alternates between iterations.
-
-Both variants have the same machine and model. Fix the lengths by rollout.min_tokens, rollout.max_tokens and
-rollout.ignore_eos. Recipe and settings are those of `verl-megatron train`; nothing is saved, validated or
-exported. Odd iterations use the given `reshard.offload`, even ones none, and both must fit in memory. The
-first of each does not count: it allocates host memory and compiles kernels.
-"""
+"""Iterations that alternate between the given `reshard.offload` and none: `benchmark offload`."""
 
 import sys
 from dataclasses import replace
@@ -13,6 +7,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from parallel import device
+from verl_megatron.benchmarks.options import show_help
+from verl_megatron.benchmarks.options.offload import HELP
 from verl_megatron.benchmarks.turns import InTurns, run_in_turns
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
@@ -21,20 +17,6 @@ from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.rollout.weights import ColocatedChannel
 
 NOTHING = "none"
-HELP = f"""\
-usage: verl-megatron benchmark offload [--ranks N] --config-name RECIPE | --config FILE [SETTING=VALUE ...]
-
-{(__doc__ or "").strip()}
-
-options:
-  --config-name RECIPE  a shipped recipe
-  --config FILE         a recipe of yours
-  --ranks N             processes on this host, each with a GPU if it has GPUs (default: 1)
-
-examples:
-  verl-megatron benchmark offload --ranks 2 --config-name grpo_8b actor.path=MODEL data.train=prompts.jsonl \\
-      reward.function=match reshard.offload=all run.iterations=8 rollout.ignore_eos=true
-  verl-megatron benchmark offload --ranks 4 --config mine.yaml reshard.offload=optimizer run.iterations=6"""
 
 
 class OffloadInTurns(InTurns):
@@ -84,7 +66,5 @@ def main(overrides: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(HELP)
-        sys.exit()
+    show_help(sys.argv[1:], text=HELP)
     run_command(main)

@@ -1,12 +1,4 @@
-"""Log-probs, or scores, of one model in several dtypes: how far apart, and the memory and seconds of each.
-
-MODEL is built frozen in one dtype after the other, and the same samples pass through it. The first dtype is
-what the others are compared with. `fp8` computes the layers' products in fp8 from bfloat16 weights, as
-engine.dtype=fp8 does. `fp8-weights` has these weights in fp8, too, as reference.dtype=fp8 does.
-
-Samples are demonstrations of --data. Without it they are random tokens, which a trained model finds unlikely:
-differences are larger then.
-"""
+"""Log-probs, or scores, of one model in several dtypes, one after the other: `benchmark precision`."""
 
 import argparse
 import gc
@@ -27,6 +19,7 @@ from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.benchmarks.case import say
+from verl_megatron.benchmarks.options.precision import DTYPES, read_options
 from verl_megatron.benchmarks.output import versions, write_csv
 from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import EngineConfig, SFTDataConfig
@@ -34,24 +27,10 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import balance, micro_batches
 from verl_megatron.data.prompts import DemonstrationDataset
 from verl_megatron.data.tokenizer import load_tokenizer
-from verl_megatron.launch.options import Options, add_launcher_options
 from verl_megatron.roles.compute import compute_of
 from verl_megatron.roles.engine import Engine, EngineOptions
 
-EXAMPLES = (
-    "--hf MODEL --data demonstrations.jsonl",
-    "--ranks 2 --hf MODEL --layout tp2sp --dtypes bfloat16 fp8 fp8-weights",
-    "--hf REWARD_MODEL --head sequence --data demonstrations.jsonl",
-)
-
 GIB = 2**30
-# By name: engine.dtype, and the setting that asks for weights in fp8.
-DTYPES = {
-    "float32": ("float32", ""),
-    "bfloat16": ("bfloat16", ""),
-    "fp8": ("fp8", ""),
-    "fp8-weights": ("bfloat16", "reference.dtype"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,33 +163,6 @@ def compare(case: Case, options: argparse.Namespace) -> list[Row]:
             )
         )
     return rows
-
-
-def read_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(parser)
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
-    parser.add_argument("--data", metavar="FILE", help="demonstrations: prompts and responses")
-    parser.add_argument(
-        "--head", choices=["lm", "sequence"], default="lm", help="sequence: a reward model's scores"
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "fp8-weights"], help="of the model"
-    )
-    parser.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
-    parser.add_argument("--rows", type=int, default=64, help="samples")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument(
-        "--response",
-        type=int,
-        default=512,
-        help="tokens of a response; of --data longer samples are left out",
-    )
-    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each pass")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    return parser.parse_args()
 
 
 def show(rows: list[Row], case: Case, options: argparse.Namespace) -> None:

@@ -1,23 +1,10 @@
-"""Generation as in a run compared with a bare vLLM: the same engine, prompts, seeds and flags, alternating.
-
-Bare: each replica gets an equal number of samples at once and calls vLLM's own `generate`. As in a run:
-replicas draw samples from one queue as they become free, tensor-parallel ranks check that they agree, and
-each sample is saved with its log-probs.
-
-Weights are random and every response ends at its given length. With --mixed, prompts have up to the full
-length, and responses between 1/8 and all of what remains. Random text has nothing to draft from: --repeat 0.9
-writes weights whose text goes on in a circle, each token with this probability.
-
---profile tells where the time of a decoding step goes on the first rank: in vLLM's process, both ways, and
-on the GPU.
-"""
+"""Generation as in a run and with a bare vLLM, in turns: `benchmark rollout`."""
 
 import argparse
 import csv
 import random
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,22 +14,16 @@ from parallel.rank_set import agree, world
 from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
-from verl_megatron.benchmarks.case import add_model, model_folder, say
+from verl_megatron.benchmarks.case import model_folder, say
 from verl_megatron.benchmarks.decoding_step import StepProfile
+from verl_megatron.benchmarks.options.rollout import parser, read_options
 from verl_megatron.benchmarks.repeating import following, write_repeating
 from verl_megatron.config import RolloutConfig
-from verl_megatron.launch.options import Options, add_launcher_options
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.admission import ACCEPTANCE_LENGTH, ACCEPTANCE_RATE, DRAFTED
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.vllm_decoding.requests import sampling_params
-
-EXAMPLES = (
-    "--ranks 4 --shape llama3-8b --tp 2",
-    "--ranks 2 --hf outputs/toy/model --rows 64 --prompt 16 --response 16 --mixed",
-    "--ranks 1 --shape llama3-8b --rows 8 --speculative ngram --repeat 0.9",
-)
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
 PREFILL_TOKENS = 2048  # vLLM's fewest prompt tokens of a step, on CPUs
@@ -131,56 +112,6 @@ def _median(values: list[tuple], place: int) -> float:
     return sorted(value[place] for value in values)[len(values) // 2]
 
 
-def read_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(parser)
-    add_model(parser)
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
-    )
-    parser.add_argument("--rows", type=int, default=512, help="samples of all replicas")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
-    parser.add_argument("--mixed", action="store_true", help="prompts and responses of several lengths")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="as rollout.max_num_seqs")
-    parser.add_argument("--utilization", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    defaults = RolloutConfig()
-    parser.add_argument(
-        "--speculative", choices=("off", "ngram"), default="off", help="as rollout.speculative"
-    )
-    parser.add_argument(
-        "--speculative-tokens",
-        type=int,
-        default=defaults.speculative_tokens,
-        help="as rollout.speculative_tokens",
-    )
-    parser.add_argument(
-        "--speculative-max-seqs",
-        type=int,
-        default=defaults.speculative_max_seqs,
-        help="as rollout.speculative_max_seqs",
-    )
-    parser.add_argument(
-        "--repeat", type=float, default=0.0, help="probability that the text goes on as before; 0: random"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as rollout.kv_cache_dtype"
-    )
-    parser.add_argument("--repetitions", type=int, default=3, help="of each way")
-    parser.add_argument("--profile", action="store_true", help="parts and kernels of a decoding step")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
-    if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
-        parser.error("--rows, --prompt, --response and --repetitions have to be at least 1")
-    if not 0 <= options.repeat < 1:
-        parser.error(f"--repeat={options.repeat} is no probability below 1")
-    if options.profile and options.response < (least := StepProfile.steps(prefill_steps(options))):
-        parser.error(f"--response {options.response} is too short for --profile; give at least {least}")
-    return options
-
-
 def prefill_steps(options: argparse.Namespace) -> int:
     """Return a number of steps after which all prompts that start together are computed."""
     return -(-min(options.rows, options.max_num_seqs) * options.prompt // PREFILL_TOKENS)
@@ -205,6 +136,8 @@ def profile(
 
 def main() -> None:
     options = read_options()
+    if options.profile and options.response < (least := StepProfile.steps(prefill_steps(options))):
+        parser().error(f"--response {options.response} is too short for --profile; give at least {least}")
     device.initialize()
     hf = shape(options.shape) if options.shape else read_config(options.hf)
     arch = Architecture.from_hf(hf)

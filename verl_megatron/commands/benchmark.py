@@ -6,8 +6,10 @@ Times a run or a part of it. `verl-megatron benchmark NAME --help` explains one.
 import runpy
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 
 from parallel.runtime.refusal import nearest, short_repr
+from verl_megatron.launch.options import is_rank, launcher_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,16 @@ def run(arguments: list[str]) -> int:
             f"benchmarks are {', '.join(BENCHMARKS)}"
         )
     benchmark, rest = BENCHMARKS[name], arguments[1:]
-    module = f"verl_megatron.benchmarks.{benchmark.module}"
-    from verl_megatron.launch.ranks import is_rank, launcher_options, start
-
+    sys.argv = [f"{sys.argv[0]} {name}", *rest]  # what its parser calls the program
+    given = None
     if benchmark.on_ranks and not is_rank() and not {"-h", "--help"} & set(rest):
         given, rest = launcher_options(rest)
+    options = import_module(f"verl_megatron.benchmarks.options.{name.replace('-', '_')}")
+    options.read_options(rest)
+    module = f"verl_megatron.benchmarks.{benchmark.module}"
+    if given is not None:
+        from verl_megatron.launch.ranks import start
+
         start(module, rest, ranks=given.ranks or 1, restarts=given.max_restarts)
-    sys.argv = [f"{sys.argv[0]} {name}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=False)
     return 0

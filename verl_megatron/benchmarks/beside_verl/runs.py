@@ -14,12 +14,12 @@ from statistics import median
 
 from verl_megatron.benchmarks.beside_verl.job import Job
 from verl_megatron.benchmarks.beside_verl.settings import (
-    RECIPES,
     VERL_ENVIRONMENT,
     as_arguments,
     our_settings,
     verl_settings,
 )
+from verl_megatron.benchmarks.options.verl import RECIPES
 from verl_megatron.benchmarks.scaling.runs import Recipe, environment, exits_on_sigterm
 from verl_megatron.observe.tracking import METRICS_FILE, complete_lines, parsed_rows
 

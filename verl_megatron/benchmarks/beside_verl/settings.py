@@ -6,7 +6,6 @@ from typing import Any
 from verl_megatron.benchmarks.beside_verl.job import Job
 from verl_megatron.benchmarks.scaling.runs import MEASURING
 
-RECIPES = {"grpo": "grpo_8b", "ppo": "llama3_8b_ppo"}
 KL_COEF = 0.001  # to the reference: in the loss of GRPO, in the reward of PPO
 FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
 # Variables of verl's process: no downloads, no services, and the loopback without a proxy.

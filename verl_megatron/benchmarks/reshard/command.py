@@ -1,16 +1,4 @@
-"""Speed of the reshard from Megatron's shards to vLLM's, compared with link rates and other methods.
-
-Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a
-function of its position in the Hugging Face tensor. Each rank thus knows what it must receive, and compares
-it bit by bit before anything is timed. Then the methods alternate, repetition by repetition; each takes as
-long as its slowest rank. Megatron-Core's refit ends in Megatron's layout.
-
-A floor is the larger of two times: what the busiest rank must receive under any plan, at this run's
-point-to-point rate, and what is copied within a GPU, at its copy rate. The floor's own row is that of a
-second copy (keep). Every other row's share is of its own floor: the refit ends in another layout, and in
-share and swap some weights are already in place. The second copy is the destination's memory in addition to
-the source.
-"""
+"""The methods of a reshard, measured in turns: `benchmark reshard`."""
 
 import argparse
 import importlib.util
@@ -19,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,26 +23,23 @@ from parallel.weights.shapes import shape
 from verl_megatron.benchmarks.case import (
     MIB,
     ReshardCase,
-    add_model,
     check_room,
     holds_the_weights,
     say,
     trained_weights,
 )
+from verl_megatron.benchmarks.options.reshard import parser, read_options
 from verl_megatron.benchmarks.output import write_csv
 from verl_megatron.benchmarks.reshard.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
 from verl_megatron.benchmarks.reshard.gather_everything import GatherEverything
 from verl_megatron.benchmarks.reshard.report import Row, columns, table, write_png
-from verl_megatron.launch.options import Options, add_launcher_options
-
-EXAMPLES = (
-    "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout tp4 --csv rows.csv",
-    "--ranks 2 --hf outputs/toy/model --train tp2 --rollout tp2 --modes keep share",
-)
 
 # Letters: K contenders, N repetitions.
 
 WARM_UPS, TUNING_REPETITIONS = 2, 3
+# On a GPU or not, unless they are given.
+BUCKETS_MIB = {True: [0, 64, 256, 1024], False: [0, 1, 16]}
+LINK_MIB = {True: 1024, False: 16}
 
 
 def bench(case: ReshardCase, options: argparse.Namespace) -> list[Row]:
@@ -212,10 +196,11 @@ def _times(seconds: list[float]) -> dict[str, Any]:
     return dict(zip(("p10_ms", "median_ms", "p90_ms"), (1000 * value for value in seconds)))
 
 
-def read_options() -> tuple[argparse.Namespace, ReshardCase]:
+def read_case() -> tuple[argparse.Namespace, ReshardCase]:
     """Parse the command line, and reject contradictory options early."""
-    parser = _parser()
-    options = parser.parse_args()
+    options = read_options()
+    options.gather_mib = options.gather_mib or BUCKETS_MIB[device.is_gpu()]
+    options.link_mib = options.link_mib or LINK_MIB[device.is_gpu()]
     ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
     try:
         arch = (
@@ -236,7 +221,7 @@ def read_options() -> tuple[argparse.Namespace, ReshardCase]:
                 arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
             )
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     return options, ReshardCase(
         model=options.shape or options.hf.resolve().name,
         arch=arch,
@@ -249,64 +234,8 @@ def read_options() -> tuple[argparse.Namespace, ReshardCase]:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(parser)
-    add_model(parser)
-    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
-    parser.add_argument("--train", default="tp2pp2", help="layout of the source")
-    parser.add_argument(
-        "--rollout", default="tp4", help="layout of the destination: tp only; the other ranks are replicas"
-    )
-    parser.add_argument("--window-mib", type=float, default=256, help="staging memory of one exchange")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
-    )
-    parser.add_argument("--repetitions", type=int, default=10, help="at least 10 are made")
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=["keep", "share", "swap"],
-        default=["keep", "share", "swap"],
-        help="where vLLM's parameters lie",
-    )
-    parser.add_argument(
-        "--rank-order",
-        choices=["auto", "plain"],
-        default="auto",
-        help="auto: ranks are placed so that the least has to move",
-    )
-    parser.add_argument(
-        "--verify",
-        choices=["sample", "none", "all"],
-        default="sample",
-        help="slices checked in the timed repetitions of the verified row; none: no such row",
-    )
-    parser.add_argument(
-        "--no-megatron",
-        action="store_true",
-        help="leave out Megatron-Core's refit and the memory of its second model",
-    )
-    parser.add_argument(
-        "--gather-mib",
-        type=int,
-        nargs="+",
-        default=[0, 64, 256, 1024] if device.is_gpu() else [0, 1, 16],
-        help="bucket sizes tried, in MiB; 0: tensor by tensor",
-    )
-    parser.add_argument(
-        "--link-mib",
-        type=int,
-        default=1024 if device.is_gpu() else 16,
-        help="MiB of the message that measures the links",
-    )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--png", type=Path, help="draw the rows into this file")
-    return parser
-
-
 def main() -> None:
-    options, case = read_options()
+    options, case = read_case()
     device.initialize()
     say(f"order of ranks: {described(case.train, case.rollout)}")
     rows = bench(case, options)

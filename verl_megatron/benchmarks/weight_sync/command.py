@@ -1,14 +1,4 @@
-"""Weight sync between training and rollout in both directions: time and memory.
-
-A Megatron-Core model and a vLLM engine share the same ranks. Weights are those of FOLDER, or random and a
-function of their position in the Hugging Face tensors. They are the same in every layout and mode, so runs
-with other modes print the same digest of the generated tokens.
-
-The calls are those of a training iteration, in its order, up to the log-probs of the generated tokens. Half
-of the repetitions synchronize the GPUs after every phase. The others do so only at both ends of each
-direction, as training does, so that copies to and from the host overlap with other work. Times are those of
-the slowest rank, memory that of the fullest. The exit status is 1 if a check fails.
-"""
+"""The whole way between training and rollout, in both directions: `benchmark weight-sync`."""
 
 import argparse
 import hashlib
@@ -16,7 +6,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,18 +16,13 @@ from parallel.placement import described, place
 from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
-from verl_megatron.benchmarks.case import add_model, check_room, model_folder, say
+from verl_megatron.benchmarks.case import check_room, model_folder, say
+from verl_megatron.benchmarks.options.weight_sync import parser, read_options
 from verl_megatron.benchmarks.output import write_csv
 from verl_megatron.benchmarks.weight_sync.measures import Clock, Memory, Row, table
 from verl_megatron.benchmarks.weight_sync.models import PROMPT_TOKENS, SyncCase, SyncedModels
 from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
-from verl_megatron.launch.options import Options, add_launcher_options
-
-EXAMPLES = (
-    "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all",
-    "--ranks 2 --hf outputs/toy/model --load --train tp2 --rollout 2 --no-optimizer --verify all",
-)
 
 # Limit of a mean over tokens, times the square root of the number of layers. With random weights, 80
 # layers of a 70B model measured 0.31; 80 layers of width 512 in bfloat16 are 0.28 from the same in float32.
@@ -117,53 +101,14 @@ def measure(models: SyncedModels, repetitions: int) -> list[Row]:
 # ---- command line ------------------------------------------------------------------------------------------
 
 
-def read_options() -> tuple[argparse.Namespace, SyncCase, dict]:
+def read_case() -> tuple[argparse.Namespace, SyncCase, dict]:
     """Parse the command line, reject contradictory options early, and read the config.json."""
-    parser = _parser()
-    options = parser.parse_args()
+    options = read_options()
     try:
         case, hf = _case(options)
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     return options, case, hf
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Options(description=__doc__, examples=EXAMPLES)
-    add_launcher_options(parser)
-    add_model(parser, read="its weights are read with --load only")
-    parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
-    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
-    parser.add_argument("--train", default="tp2", help="Megatron's layout")
-    parser.add_argument(
-        "--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas"
-    )
-    parser.add_argument("--mode", choices=["keep", "share", "swap"], default="keep", help="as reshard.mode")
-    parser.add_argument(
-        "--offload", choices=["none", "grads", "optimizer", "all"], default="none", help="as reshard.offload"
-    )
-    parser.add_argument(
-        "--optimizer",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="gradient buffers and Adam's state, made by one step",
-    )
-    parser.add_argument(
-        "--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go"
-    )
-    parser.add_argument("--tokens", type=int, default=32, help="generated for each prompt")
-    parser.add_argument("--prompts", type=int, default=8, help="that each replica answers")
-    parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
-    parser.add_argument(
-        "--verify",
-        choices=["sample", "all", "none"],
-        default="sample",
-        help="slices that each reshard verifies, as reshard.verify",
-    )
-    parser.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    return parser
 
 
 def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
@@ -221,7 +166,7 @@ def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
 
 
 def main() -> int:
-    options, case, hf = read_options()
+    options, case, hf = read_case()
     device.initialize()
     say(
         f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; "
