@@ -179,9 +179,7 @@ def _call(folder: Path, words: Sequence[str]) -> NoReturn:
     from verl_megatron.commands import main
     from verl_megatron.launch import ranks
 
-    def start(
-        module: str, *_: object, check: Callable[[], object] = lambda: None, **__: object
-    ) -> NoReturn:
+    def start(module: str, *_: object, check: Callable[[], object] = lambda: None, **__: object) -> NoReturn:
         check()
         print(f"would start {module}")
         sys.exit()

@@ -323,7 +323,7 @@ REFUSED = [
     (["--train", "tp8pp100000"], r"--train tp8pp100000 .*800000 ranks, is more than the 16384"),
     (["--hosts", "3"], r"--hosts 3 must divide the 4 ranks; choose"),
     (["--stage-layers", "30,3"], r"--train tp2pp2: 32 layers do not split .*--stage-layers \(sum 32\)"),
-    (["--other-host-rate", "-1"], r"--other-host-rate: '-1' is not accepted; write bytes a second"),
+    (["--other-host-rate", "-1"], r"--other-host-rate: '-1' is not accepted; write a number from 1"),
     (["--rank-order", "any"], "--rank-order: 'any' is not known; choose one of"),
     (["--dtype", "fp8"], "--dtype: 'fp8' is not known"),
     (

@@ -84,9 +84,6 @@ def read_samples(options: argparse.Namespace, arch: Architecture) -> RolloutBatc
 
 def read_case(options: argparse.Namespace, ranks: int) -> tuple[Architecture, Layout, RolloutBatch]:
     """Return what the options name; ValueError if it cannot be measured here."""
-    for name in ("rows", "prompt", "response", "tokens", "repetitions"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name}={getattr(options, name)} has to be at least 1")
     for name in options.dtypes:
         dtype, by = DTYPES[name]
         compute_of(EngineConfig(dtype=dtype), fp8_weights_by=by)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options, whole_number, words_of
+from verl_megatron.launch.options import Options, number, whole_number, words_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--file-gib",
-            type=_positive,
+            type=number(LEAST_GIB, MAX_GIB),
             default=1.0,
             help="GiB of a file; what is lost at most when a run is cut short",
         )
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (to_mcore, to_hf, verify):
         command.add_argument(
             "--memory-gib",
-            type=_positive,
+            type=number(LEAST_GIB, MAX_GIB),
             default=4.0,
             help=(
                 "GiB for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
@@ -185,19 +185,6 @@ def _budget(options) -> "Budget":
     from parallel.convert.workers import Budget
 
     return Budget.of(int(options.memory_gib * 2**30), options.workers)
-
-
-def _positive(text: str) -> float:
-    """Read GiB: a number of at least a byte's."""
-    try:
-        value = float(text) if "_" not in text else 0.0
-    except ValueError:
-        value = 0.0
-    if not LEAST_GIB <= value <= MAX_GIB:
-        raise argparse.ArgumentTypeError(
-            f"{short_repr(text)} is not accepted; write a number from {LEAST_GIB} to {MAX_GIB:,}"
-        )
-    return value
 
 
 COMMANDS = {"hf-to-mcore": _hf_to_mcore, "mcore-to-hf": _mcore_to_hf, "inspect": _inspect, "verify": _verify}

@@ -9,12 +9,11 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from parallel.reshard.plan import compile_plan
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import Options, check_output, words_of
+from verl_megatron.launch.options import COUNT, Options, check_output, number, whole_number, words_of
 from verl_megatron.planner.reshard.case import HOST_RANKS, MAX_RANKS, read_case
 from verl_megatron.planner.reshard.picture import draw
 from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
@@ -26,24 +25,9 @@ EXAMPLES = (
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def number(kind: type, remedy: str) -> Callable[[str], float]:
-    """Argument type: a positive number, with an example of a valid one for the error."""
-
-    def read(text: str):
-        try:
-            value = kind(text) if "_" not in text else 0
-        except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write {remedy}")
-        return value
-
-    return read
-
-
 def stages(text: str) -> tuple[int, ...]:
-    count = number(int, "layers of each stage such as 15,16,16,16")
-    return tuple(int(count(part)) for part in text.split(","))
+    """Argument type: layers of each pipeline stage."""
+    return tuple(map(COUNT, text.split(",")))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_layouts(options: argparse.ArgumentParser) -> None:
-    ranks = number(int, f"a whole number from 1 to {MAX_RANKS}")
+    ranks = whole_number(1, MAX_RANKS)
     options.add_argument(
         "--hf",
         required=True,
@@ -91,7 +75,7 @@ def _add_layouts(options: argparse.ArgumentParser) -> None:
 
 
 def _add_transport(options: argparse.ArgumentParser) -> None:
-    rate = number(float, "bytes a second above 0, such as 50e9")
+    rate = number(1, 10**15)
     options.add_argument(
         "--peer-memory",
         action="store_true",
@@ -102,7 +86,7 @@ def _add_transport(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument(
         "--window-mib",
-        type=number(int, "a whole number of MiB above 0"),
+        type=whole_number(1, 2**20),
         default=256,
         help="staging memory of one exchange",
     )

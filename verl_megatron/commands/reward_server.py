@@ -3,7 +3,7 @@
 import signal
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.launch.options import Options, whole_number
+from verl_megatron.launch.options import SHARE, Options, whole_number
 
 HELP = """\
 Serves MODEL, a sequence-classification folder with one label, in vLLM: reward.function=http://HOST:PORT asks
@@ -24,11 +24,6 @@ def run(arguments: list[str]) -> int:
         ValueError: no such model, or an address that cannot be listened at.
     """
     given = _parser().parse_args(arguments)
-    if not 0 < given.gpu_memory_utilization <= 1:
-        raise ValueError(
-            f"--gpu-memory-utilization {given.gpu_memory_utilization} is no share; give a number above 0, "
-            "at most 1"
-        )
     from parallel.weights.remote.models import is_remote, local_folder
     from verl_megatron.rewards.serving import ScoreServer
     from verl_megatron.rollout.vllm_pooling import PoolingScorer, check_folder
@@ -67,6 +62,6 @@ def _parser() -> Options:
         help="longest prompt with response (default: the model's positions)",
     )
     options.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the GPU's memory"
+        "--gpu-memory-utilization", type=SHARE, default=0.9, metavar="SHARE", help="of the GPU's memory"
     )
     return options

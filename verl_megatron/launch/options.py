@@ -147,7 +147,25 @@ def whole_number(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
     return read
 
 
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return an argument type: numbers from `least` to `most`, as Python's float reads them, without `_`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text) if "_" not in text else float("nan")
+        except ValueError:
+            value = float("nan")
+        if least <= value <= most:
+            return value
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not accepted; write a number from {least:,} to {most:,}"
+        )
+
+    return read
+
+
 COUNT = whole_number()  # argument type of counts above 0
+SHARE = number(0.001, 1)  # argument type of shares of a whole
 
 
 def add_launcher_options(options: argparse.ArgumentParser, *, usual: str = "1") -> None:

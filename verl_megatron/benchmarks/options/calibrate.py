@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_megatron.launch.options import Options, add_launcher_options, check_output
+from verl_megatron.launch.options import Options, add_launcher_options, check_output, number
 
 EXAMPLES = (
     "--ranks 8 machine.json",
@@ -28,7 +28,7 @@ def parser() -> Options:
     options.add_argument("out", type=Path, metavar="FILE", help="file to write, ending in .json")
     options.add_argument(
         "--seconds",
-        type=float,
+        type=number(0.001, 60),
         default=1.0,
         help="seconds of each measurement, up to 60; a long load lowers clocks as training does",
     )
@@ -45,6 +45,4 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.error(str(error))
     if given.out.suffix != ".json":
         options.error(f"FILE {given.out} must end in .json; rename it")
-    if not 0 < given.seconds <= 60:
-        options.error(f"--seconds {given.seconds} lies outside (0, 60]; choose a value inside")
     return given

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import COUNT, Options, number, whole_number
 
 EXAMPLES = (
     "outputs/convert --shape llama3-70b --layers 5",
@@ -39,15 +39,19 @@ def parser() -> Options:
     options.add_argument(
         "--hf", type=Path, metavar="DIR", help="folder with the config.json of a shape of its own"
     )
-    options.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    options.add_argument("--memory-gib", type=float, default=4.0, help="the converter's cap in GiB")
     options.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="the converter's processes"
+        "--layers", type=whole_number(0), default=0, help="another number of layers than published"
     )
-    options.add_argument("--repetitions", type=int, default=3, help="of each step")
+    options.add_argument(
+        "--memory-gib", type=number(0.001, 2**20), default=4.0, help="the converter's cap in GiB"
+    )
+    options.add_argument(
+        "--workers", type=COUNT, default=min(8, os.cpu_count() or 1), help="the converter's processes"
+    )
+    options.add_argument("--repetitions", type=COUNT, default=3, help="of each step")
     options.add_argument(
         "--settle-s",
-        type=float,
+        type=number(0, 3600),
         default=5.0,
         help="seconds of pause before each step, in which virtual machines hand freed memory back",
     )

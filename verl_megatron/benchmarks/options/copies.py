@@ -7,7 +7,7 @@ state's rate it is one large copy alone. Each small copy is of half a MiB of pin
 import argparse
 from collections.abc import Sequence
 
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import COUNT, Options
 
 EXAMPLES = (
     "",
@@ -17,7 +17,7 @@ EXAMPLES = (
 
 def parser() -> Options:
     options = Options(description=__doc__, examples=EXAMPLES)
-    options.add_argument("--gib", type=int, default=16, help="GiB of state")
+    options.add_argument("--gib", type=COUNT, default=16, help="GiB of state")
     return options
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.launch.options import COUNT, Options, add_launcher_options, whole_number
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --layout tp2sp --set dtype=fp8",
@@ -35,21 +35,27 @@ def parser() -> Options:
     options.add_argument(
         "--hf", type=Path, metavar="DIR", help="a folder with a config.json, instead of a published shape"
     )
-    options.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    options.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
-    options.add_argument("--rows", type=int, default=64, help="samples of a data-parallel rank and step")
-    options.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    options.add_argument("--response", type=int, default=512, help="tokens of a response")
     options.add_argument(
-        "--samples-per-prompt", type=int, default=1, metavar="N", help="rows of one prompt; a divisor of them"
+        "--layers", type=whole_number(0), default=0, help="another number of layers than published"
+    )
+    options.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
+    options.add_argument("--rows", type=COUNT, default=64, help="samples of a data-parallel rank and step")
+    options.add_argument("--prompt", type=COUNT, default=512, help="tokens of a prompt")
+    options.add_argument("--response", type=COUNT, default=512, help="tokens of a response")
+    options.add_argument(
+        "--samples-per-prompt",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="rows of one prompt; a divisor of them",
     )
     options.add_argument(
         "--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine"
     )
     options.add_argument(
-        "--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches"
+        "--steps", type=COUNT, default=4, help="optimizer steps in a row, an iteration's mini-batches"
     )
-    options.add_argument("--repetitions", type=int, default=5, help="of each measurement")
+    options.add_argument("--repetitions", type=COUNT, default=5, help="of each measurement")
     options.add_argument(
         "--no-train", action="store_true", help="forward passes only: no gradients, no optimizer"
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import Options
+from verl_megatron.launch.options import COUNT, Options, whole_number
 
 EXAMPLES = (
     "outputs/load --shape llama3-8b --layers 4 --tp 4 --rank 1",
@@ -35,16 +35,16 @@ def parser() -> Options:
     options.add_argument(
         "--hf", type=Path, metavar="DIR", help="folder with the config.json of a shape of its own"
     )
-    options.add_argument("--layers", type=int, default=4, help="of the model")
-    options.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks")
-    options.add_argument("--rank", type=int, default=1, help="whose slices are read")
+    options.add_argument("--layers", type=COUNT, default=4, help="of the model")
+    options.add_argument("--tp", type=COUNT, default=4, help="tensor-parallel ranks")
+    options.add_argument("--rank", type=whole_number(0), default=1, help="whose slices are read")
     options.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
         help="of the parameters; the file is bfloat16",
     )
-    options.add_argument("--repetitions", type=int, default=3, help="of each method")
+    options.add_argument("--repetitions", type=COUNT, default=3, help="of each method")
     options.add_argument(
         "--only",
         choices=(RANGES, WHOLE),

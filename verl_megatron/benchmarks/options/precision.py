@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.launch.options import COUNT, Options, add_launcher_options
 
 EXAMPLES = (
     "--hf MODEL --data demonstrations.jsonl",
@@ -40,16 +40,16 @@ def parser() -> Options:
         "--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "fp8-weights"], help="of the model"
     )
     options.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
-    options.add_argument("--rows", type=int, default=64, help="samples")
-    options.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    options.add_argument("--rows", type=COUNT, default=64, help="samples")
+    options.add_argument("--prompt", type=COUNT, default=512, help="tokens of a prompt")
     options.add_argument(
         "--response",
-        type=int,
+        type=COUNT,
         default=512,
         help="tokens of a response; of --data longer samples are left out",
     )
-    options.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
-    options.add_argument("--repetitions", type=int, default=3, help="of each pass")
+    options.add_argument("--tokens", type=COUNT, default=8192, help="of a micro-batch")
+    options.add_argument("--repetitions", type=COUNT, default=3, help="of each pass")
     options.add_argument("--csv", type=Path, help="write the rows to this file")
     return options
 

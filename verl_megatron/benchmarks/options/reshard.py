@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_megatron.benchmarks.options import add_model
-from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.launch.options import COUNT, Options, add_launcher_options, number, whole_number
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout tp4 --csv rows.csv",
@@ -29,16 +29,20 @@ def parser() -> Options:
     options = Options(description=__doc__, examples=EXAMPLES)
     add_launcher_options(options)
     add_model(options)
-    options.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
+    options.add_argument(
+        "--layers", type=whole_number(0), default=0, help="another number of layers than the model has"
+    )
     options.add_argument("--train", default="tp2pp2", help="layout of the source")
     options.add_argument(
         "--rollout", default="tp4", help="layout of the destination: tp only; the other ranks are replicas"
     )
-    options.add_argument("--window-mib", type=float, default=256, help="staging memory of one exchange")
+    options.add_argument(
+        "--window-mib", type=number(0.001, 2**20), default=256, help="staging memory of one exchange"
+    )
     options.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
     )
-    options.add_argument("--repetitions", type=int, default=10, help="at least 10 are made")
+    options.add_argument("--repetitions", type=COUNT, default=10, help="at least 10 are made")
     options.add_argument(
         "--modes",
         nargs="+",
@@ -65,13 +69,13 @@ def parser() -> Options:
     )
     options.add_argument(
         "--gather-mib",
-        type=int,
+        type=whole_number(0),
         nargs="+",
         help="bucket sizes tried, in MiB; 0: tensor by tensor (default: 0 64 256 1024, on a CPU 0 1 16)",
     )
     options.add_argument(
         "--link-mib",
-        type=int,
+        type=COUNT,
         help="MiB of the message that measures the links (default: 1024, on a CPU 16)",
     )
     options.add_argument("--csv", type=Path, help="write the rows to this file")

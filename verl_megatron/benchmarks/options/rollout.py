@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl_megatron.benchmarks.options import add_model
 from verl_megatron.config import RolloutConfig
-from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.launch.options import COUNT, SHARE, Options, add_launcher_options
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --tp 2",
@@ -32,14 +32,14 @@ def parser() -> Options:
     add_launcher_options(options)
     add_model(options)
     options.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
+        "--tp", type=COUNT, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
     )
-    options.add_argument("--rows", type=int, default=512, help="samples of all replicas")
-    options.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    options.add_argument("--response", type=int, default=512, help="tokens of a response")
+    options.add_argument("--rows", type=COUNT, default=512, help="samples of all replicas")
+    options.add_argument("--prompt", type=COUNT, default=512, help="tokens of a prompt")
+    options.add_argument("--response", type=COUNT, default=512, help="tokens of a response")
     options.add_argument("--mixed", action="store_true", help="prompts and responses of several lengths")
-    options.add_argument("--max-num-seqs", type=int, default=256, help="as rollout.max_num_seqs")
-    options.add_argument("--utilization", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
+    options.add_argument("--max-num-seqs", type=COUNT, default=256, help="as rollout.max_num_seqs")
+    options.add_argument("--utilization", type=SHARE, default=0.6, help="vLLM's gpu_memory_utilization")
     options.add_argument("--eager", action="store_true", help="without CUDA graphs")
     defaults = RolloutConfig()
     options.add_argument(
@@ -47,13 +47,13 @@ def parser() -> Options:
     )
     options.add_argument(
         "--speculative-tokens",
-        type=int,
+        type=COUNT,
         default=defaults.speculative_tokens,
         help="as rollout.speculative_tokens",
     )
     options.add_argument(
         "--speculative-max-seqs",
-        type=int,
+        type=COUNT,
         default=defaults.speculative_max_seqs,
         help="as rollout.speculative_max_seqs",
     )
@@ -63,7 +63,7 @@ def parser() -> Options:
     options.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as rollout.kv_cache_dtype"
     )
-    options.add_argument("--repetitions", type=int, default=3, help="of each way")
+    options.add_argument("--repetitions", type=COUNT, default=3, help="of each way")
     options.add_argument("--profile", action="store_true", help="parts and kernels of a decoding step")
     options.add_argument("--csv", type=Path, help="write the rows to this file")
     return options
@@ -73,8 +73,6 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments, those of the process if None."""
     command_line = parser()
     options = command_line.parse_args(arguments)
-    if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
-        command_line.error("--rows, --prompt, --response and --repetitions have to be at least 1")
     if not 0 <= options.repeat < 1:
         command_line.error(f"--repeat={options.repeat} is no probability below 1")
     return options

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.runtime.environment import MOST_RANKS
-from verl_megatron.launch.options import COUNT, Options
+from verl_megatron.launch.options import COUNT, Options, number
 from verl_megatron.planner.machine import MACHINES
 
 EXAMPLES = (
@@ -95,12 +95,12 @@ def _add_modelled(options: argparse.ArgumentParser) -> None:
     options.add_argument("--ranks-per-host", type=COUNT, default=8, help="of modelled sizes")
     options.add_argument(
         "--link-gbytes",
-        type=rate,
+        type=number(0.001, 10**6),
         help="GB/s of a GPU to others of its host, for modelled sizes; default: the machine's",
     )
     options.add_argument(
         "--host-gbps",
-        type=rate,
+        type=number(0.001, 10**6),
         help="Gbit/s of a GPU to other hosts, for modelled sizes; default: the machine's",
     )
 
@@ -137,16 +137,6 @@ def numbers(text: str) -> list[int]:
             f"{text[:200]!r} is more than {MOST_RANKS} ranks; write those that are there to measure"
         )
     return sorted(int(part) for part in parts)
-
-
-def rate(text: str) -> float:
-    """Argument type: a number above 0."""
-    try:
-        if float(text) > 0:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0")
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.weights.shapes import SHAPES
-from verl_megatron.benchmarks.options.scaling import rate
-from verl_megatron.launch.options import COUNT, Options
+from verl_megatron.launch.options import COUNT, SHARE, Options, number, whole_number
 
 EXAMPLES = (
     "--gpus 2 --tp 2 --rollout-tp 2 --way fp8 engine.dtype=fp8 rollout.kv_cache_dtype=fp8",
@@ -32,7 +31,9 @@ def parser() -> Options:
     options.add_argument("--gpus", type=COUNT, default=1, help="of this host; ranks that share a CPU without")
     options.add_argument("--algorithm", choices=sorted(RECIPES), default="grpo", help="of both programs")
     options.add_argument("--shape", choices=list(SHAPES), default="llama3-8b", help="of random weights")
-    options.add_argument("--layers", type=int, default=0, help="another number of layers than published")
+    options.add_argument(
+        "--layers", type=whole_number(0), default=0, help="another number of layers than published"
+    )
     options.add_argument("--hf", type=Path, metavar="DIR", help="a model of yours instead of random weights")
     options.add_argument("--tp", type=COUNT, default=1, help="tensor-parallel size in training")
     options.add_argument("--rollout-tp", type=COUNT, default=1, help="vLLM's tensor-parallel size")
@@ -46,7 +47,7 @@ def parser() -> Options:
         "--iterations", type=COUNT, default=5, help="of each run; the first two do not count"
     )
     options.add_argument(
-        "--gpu-memory-utilization", type=rate, default=0.3, metavar="SHARE", help="vLLM's share of the GPU"
+        "--gpu-memory-utilization", type=SHARE, default=0.3, metavar="SHARE", help="vLLM's share of the GPU"
     )
     options.add_argument("--only", choices=("ours", "verl"), help="one of the programs")
     options.add_argument(
@@ -69,7 +70,9 @@ def parser() -> Options:
     options.add_argument(
         "--verl-python", default="python3", metavar="PYTHON", help="the Python that verl is installed for"
     )
-    options.add_argument("--limit", type=rate, default=900.0, metavar="SECONDS", help="that a run may take")
+    options.add_argument(
+        "--limit", type=number(0.01, 10**7), default=900.0, metavar="SECONDS", help="that a run may take"
+    )
     options.add_argument(
         "--out", type=Path, default=Path("outputs/beside_verl"), metavar="DIR", help="for job, runs and table"
     )

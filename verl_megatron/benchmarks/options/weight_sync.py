@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_megatron.benchmarks.options import add_model
-from verl_megatron.launch.options import Options, add_launcher_options
+from verl_megatron.launch.options import COUNT, SHARE, Options, add_launcher_options, whole_number
 
 EXAMPLES = (
     "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all",
@@ -28,10 +28,12 @@ def parser() -> Options:
     add_launcher_options(options)
     add_model(options, read="its weights are read with --load only")
     options.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
-    options.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
+    options.add_argument(
+        "--layers", type=whole_number(0), default=0, help="another number of layers than the model has"
+    )
     options.add_argument("--train", default="tp2", help="Megatron's layout")
     options.add_argument(
-        "--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas"
+        "--rollout", type=COUNT, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas"
     )
     options.add_argument("--mode", choices=["keep", "share", "swap"], default="keep", help="as reshard.mode")
     options.add_argument(
@@ -44,11 +46,11 @@ def parser() -> Options:
         help="gradient buffers and Adam's state, made by one step",
     )
     options.add_argument(
-        "--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go"
+        "--repetitions", type=COUNT, default=5, help="of each kind: phase by phase, and in one go"
     )
-    options.add_argument("--tokens", type=int, default=32, help="generated for each prompt")
-    options.add_argument("--prompts", type=int, default=8, help="that each replica answers")
-    options.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    options.add_argument("--tokens", type=COUNT, default=32, help="generated for each prompt")
+    options.add_argument("--prompts", type=COUNT, default=8, help="that each replica answers")
+    options.add_argument("--utilization", type=SHARE, default=0.5, help="vLLM's gpu_memory_utilization")
     options.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     options.add_argument(
         "--verify",
@@ -56,7 +58,7 @@ def parser() -> Options:
         default="sample",
         help="slices that each reshard verifies, as reshard.verify",
     )
-    options.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
+    options.add_argument("--window-mib", type=COUNT, default=256, help="as reshard.window_mib")
     options.add_argument("--csv", type=Path, help="write the rows to this file")
     return options
 

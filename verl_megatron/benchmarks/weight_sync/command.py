@@ -117,8 +117,6 @@ def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
             f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; "
             "drop one of them"
         )
-    if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
-        raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
     if options.load and (options.shape or options.layers):
         raise ValueError("--load reads all weights of a folder; give --hf, and no --shape or --layers")
     hf = shape(options.shape) if options.shape else read_config(options.hf)
