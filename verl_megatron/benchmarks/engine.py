@@ -1,4 +1,4 @@
-"""Forward passes and optimizer steps of a model without vLLM: `benchmark engine`, in turns.
+"""Forward passes and optimizer steps of a model without vLLM, in turns: `benchmark engine`.
 
 Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-parallel rank.
 """
