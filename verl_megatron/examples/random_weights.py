@@ -26,7 +26,6 @@ from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.writing import write_index
 from verl_megatron.examples.toy import make_rows, seed_of, write_tokenizer
-from verl_megatron.launch.options import COUNT, Options, whole_number
 
 FILE_BYTES = 4 * 2**30
 # limits of the prompts, which take minutes, and of the model
@@ -183,22 +182,22 @@ def make_random(given: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Options(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
-    parser.add_argument(
-        "--layers", type=whole_number(0), default=0, help="another number of layers than published"
-    )
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
     parser.add_argument(
         "--prompt-tokens", default="512", help="of a prompt: N, or A-B for lengths in between"
     )
     parser.add_argument(
         "--response-tokens",
-        type=whole_number(0),
+        type=int,
         default=0,
         help="mean length of responses, which then end at tokens of their own; 0: they end by chance alone",
     )
-    parser.add_argument("--rows", type=COUNT, default=1024, help="prompts to write")
+    parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
     parser.add_argument("--seed", type=seed_of, default=1)
     given = parser.parse_args(arguments)
     try:
