@@ -105,6 +105,12 @@ REFUSED = [
     (["train", "--config", "a.yaml", "--config-name", "b"], "name two recipes; leave one of them out"),
     (["report", "none", "--outptu", "x"], 'unrecognized arguments: --outptu x, did you mean "--output"?'),
     (["convert", "verify", "a", "b", "--wokers=2"], 'did you mean "--workers"?'),
+    (["benchmark", "reshard", "--nope"], "unrecognized arguments: --nope"),
+    (
+        ["benchmark", "rollout", "--utilization", "nan"],
+        "'nan' is not accepted; write a number from 0.001 to 1",
+    ),
+    (["reshard-plan", "--same-gpu-rate", "1e308"], "'1e308' is not accepted; write a number from 1 to"),
     (["doctor", "--ranks", "-1"], "argument --ranks: '-1' is not accepted; write a whole number from 1"),
     (["plan", "--model", "llama3-8b", "--gpus", "²"], "'²' is not accepted; write a whole number from 1"),
     (["export", "run", "--step", "x"], "argument --step: 'x' is not accepted; write a whole number"),

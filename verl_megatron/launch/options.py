@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 from parallel.runtime.refusal import complain, nearest, readable, short_repr
 
 WIDTH = 110
-UNKNOWN, NEEDED = "unrecognized arguments: ", "the following arguments are required: "  # as argparse says it
+# As argparse says it.
+UNKNOWN, NEEDED = "unrecognized arguments: ", "the following arguments are required: "
+ONE_NEEDED = "one of the arguments "
 MOST_LOCAL = 1024  # ranks of one host
 LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
 OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
@@ -115,7 +117,8 @@ class Options(argparse.ArgumentParser):
         return names + [name for each in below for one in each.values() for name in one.option_names()]
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith(NEEDED) and (name := self._unknown()):  # instead of what it should have been
+        is_incomplete = message.startswith((NEEDED, ONE_NEEDED))
+        if is_incomplete and (name := self._unknown()):  # instead of what it should have been
             message = UNKNOWN + name
         if message.startswith(UNKNOWN):
             name = re.split("[= ]", message.removeprefix(UNKNOWN))[0]
