@@ -33,6 +33,9 @@ SOUND: dict[str, tuple[str, ...]] = {
     "recipes copy": ("ppo_toy_cpu", "{folder}/out"),
     "train": ("--config", "{folder}/mine.yaml", "--dry-run"),
     "benchmark engine": ("--ranks", "1"),
+    "benchmark rollout": ("--ranks", "1", "--shape", "llama3-1b"),
+    "benchmark reshard": ("--ranks", "1", "--shape", "llama3-1b"),
+    "benchmark weight-sync": ("--ranks", "1", "--shape", "llama3-1b"),
     "benchmark data": ("{folder}/prompts", "--model", "{toy}/model", "--prompts", "20", "--only"),
     "reward-server": ("{toy}/model", "--port", "0"),
     "doctor": (),
@@ -80,7 +83,10 @@ NUMBERS = {
     "convert hf-to-mcore": ("--memory-gib", "--workers", "--file-gib"),
     "doctor": ("--ranks",),
     "train": ("--ranks", "--max-restarts"),
-    "benchmark engine": ("--ranks", "--max-restarts"),
+    "benchmark engine": ("--ranks", "--max-restarts", "--rows", "--steps"),
+    "benchmark rollout": ("--response", "--utilization", "--max-num-seqs"),
+    "benchmark reshard": ("--window-mib", "--repetitions", "--link-mib"),
+    "benchmark weight-sync": ("--tokens", "--utilization"),
     "reward-server": ("--port", "--max-tokens", "--gpu-memory-utilization"),
 }
 NO_NUMBERS = (
@@ -159,8 +165,7 @@ def mutations() -> list[Mutation]:
     for command in SETTINGS:
         found += [partial(added, command=command, value=value) for value in NO_SETTINGS]
     for command in SOUND:
-        if command != "benchmark engine":  # whose ranks read the rest
-            found += [partial(added, command=command, value=value) for value in UNKNOWN]
+        found += [partial(added, command=command, value=value) for value in UNKNOWN]
         if SOUND[command]:
             found += [partial(shortened, command=command), partial(shuffled, command=command)]
     found += [
