@@ -11,8 +11,8 @@ from tests.worlds import OF_A_WORLD, ROOT
 
 LAUNCH = Path("recipes/launch")
 RECORDER = """#!/usr/bin/env bash
-printf '%s\\x1f' "WORLD_SIZE=$WORLD_SIZE" "LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE" "$@" >>"$RECORD"
-echo >>"$RECORD"
+printf -v call '%s\\x1f' "WORLD_SIZE=$WORLD_SIZE" "LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE" "$@"
+echo "$call" >>"$RECORD" # at once: calls of several nodes do not mix
 [[ -z ${FAIL:-} || $* != *$FAIL* ]] || { echo "error: asked to fail" >&2; exit ${FAIL_STATUS:-1}; }
 """
 # What belongs to a world around the tests.
