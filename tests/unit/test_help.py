@@ -111,6 +111,7 @@ REFUSED = [
         "'nan' is not accepted; write a number from 0.001 to 1",
     ),
     (["reshard-plan", "--same-gpu-rate", "1e308"], "'1e308' is not accepted; write a number from 1 to"),
+    (["reward-server", "none", "--gpu-memory-utilization", " 0.5"], "' 0.5' is not accepted; write a number"),
     (["doctor", "--ranks", "-1"], "argument --ranks: '-1' is not accepted; write a whole number from 1"),
     (["plan", "--model", "llama3-8b", "--gpus", "²"], "'²' is not accepted; write a whole number from 1"),
     (["export", "run", "--step", "x"], "argument --step: 'x' is not accepted; write a whole number"),

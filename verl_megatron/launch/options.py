@@ -151,15 +151,12 @@ def whole_number(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Return an argument type: numbers from `least` to `most`, as Python's float reads them, without `_`."""
+    """Return an argument type: numbers from `least` to `most`, of ASCII digits, such as 0.5 or 5e9."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text) if "_" not in text else float("nan")
-        except ValueError:
-            value = float("nan")
-        if least <= value <= most:
-            return value
+        if re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.ASCII | re.IGNORECASE):
+            if least <= (value := float(text)) <= most:
+                return value
         raise argparse.ArgumentTypeError(
             f"{short_repr(text)} is not accepted; write a number from {least:,} to {most:,}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.weights.shapes import SHAPES
-from verl_megatron.launch.options import LAUNCHER_OPTIONS
+from verl_megatron.launch.options import LAUNCHER_OPTIONS, is_rank
 
 
 def add_model(parser: argparse.ArgumentParser, *, read: str = "its weights are not read") -> None:
@@ -32,7 +32,7 @@ def read_run(arguments: Sequence[str], *, text: str) -> None:
     show_help(arguments, text=text)
     from verl_megatron.launch.command_line import settings_of
 
-    known, _ = settings_of(list(arguments), LAUNCHER_OPTIONS)
+    known, _ = settings_of(list(arguments), () if is_rank() else LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         sys.exit()  # Hydra has printed it
 
