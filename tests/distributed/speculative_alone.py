@@ -87,7 +87,8 @@ def p_value(cells: Iterable[int], chance_C: Tensor) -> float:
     expected = torch.cat([expected_C[often_C], expected_C[~often_C].sum()[None]])
     found = torch.cat([found_C[often_C], found_C[~often_C].sum()[None]])
     used = expected > 0
-    assert not found[~used].any(), "a token that has no probability"
+    if found[~used].any():
+        return 0.0  # a token that cannot be
     square = ((found - expected)[used] ** 2 / expected[used]).sum()
     return float(torch.special.gammaincc((used.sum() - 1) / 2, square / 2))
 
@@ -107,11 +108,14 @@ def check_greedy(off, on, prompts: list[list[int]]) -> None:
     assert "rollout/acceptance_rate" not in load_of(off)
 
 
-def check_distribution(model, on, prompt: list[int], count: int) -> None:
-    """Chi-square tests of pairs of tokens, and of lengths, against all that may be sampled."""
+def check_distribution(model, on, prompt: list[int], count: int, *, top_k: int = 5) -> None:
+    """Chi-square tests of pairs of tokens, and of lengths, against all that may be sampled.
+
+    `top_k` is that of the second test; 0 is for half precision, where another token can be the last of them.
+    """
     for sampling in (
         Sampling(temperature=0.7, max_tokens=4, ignore_eos=True),
-        Sampling(temperature=1.5, top_k=5, max_tokens=4, ignore_eos=True),
+        Sampling(temperature=1.5, top_k=top_k, max_tokens=4, ignore_eos=True),
         Sampling(max_tokens=5, min_tokens=2),
     ):
         samples = on.generate(requests(count, prompt), sampling)
@@ -130,8 +134,13 @@ def check_distribution(model, on, prompt: list[int], count: int) -> None:
 
 
 @torch.no_grad()
-def check_logprobs(model, on, prompt: list[int], *, atol: float = 1e-4) -> None:
-    """Log-probs are the model's under the sampling parameters, greedy samples beside others included."""
+def check_logprobs(model, on, prompt: list[int], *, atol: float = 1e-4, least_share: float = 1.0) -> None:
+    """Log-probs are the model's under the sampling parameters, greedy samples beside others included.
+
+    Args:
+        least_share: of the tokens that have to be within `atol`; below 1 for half precision, where another
+            token can be the last that top_k or top_p keeps.
+    """
     for changes in (dict(temperature=0.7), dict(temperature=1.3, top_k=5), dict(temperature=1.0, top_p=0.6)):
         sampling = Sampling(**changes, max_tokens=24, ignore_eos=True)
         asked = [replace(request, sampling=sampling) for request in requests(12, prompt)]
@@ -139,11 +148,12 @@ def check_logprobs(model, on, prompt: list[int], *, atol: float = 1e-4) -> None:
         samples = generate(on, asked)
         alike = {tuple(sample.token_ids) for sample in samples if sample.sample_id % 3 == 0}
         assert len(alike) == 1, "greedy samples of a prompt"
+        errors = []
         for sample in samples:
             given = dict(temperature=1.0) if sample.sample_id % 3 == 0 else changes
-            torch.testing.assert_close(
-                torch.tensor(sample.logprobs), hf_logprobs(model, sample, **given), rtol=0, atol=atol
-            )
+            errors.append((torch.tensor(sample.logprobs) - hf_logprobs(model, sample, **given)).abs())
+        share = (torch.cat(errors) <= atol).double().mean().item()
+        assert share >= least_share, f"{changes}: {share:.3f} of the log-probs are right"
 
 
 def check_ends(off, on, prompts: list[list[int]]) -> None:

@@ -38,9 +38,10 @@ def main() -> None:
     (engines.folder / "likely.json").write_text(json.dumps(prompts))
     on = engines.actor_of("sharp", config=replace(ON, gpu_memory_utilization=0.2))
     # Heads of 64 have weaker preferences than those of the CPU's test, so a wrong temperature takes more
-    # samples to notice. bfloat16 moves probabilities by about one percent, far less than these tell apart.
-    check_distribution(model, on, prompts[0], 8000)
-    check_logprobs(model, on, prompts[0], atol=0.15)
+    # samples to notice. bfloat16 moves probabilities by about one percent, far less than these tell apart,
+    # but behind 2 % of the prefixes it has another token as the last of five.
+    check_distribution(model, on, prompts[0], 8000, top_k=0)
+    check_logprobs(model, on, prompts[0], atol=0.2, least_share=0.95)
     check_circles(on)
     check_sleep(on)
     on.close()
