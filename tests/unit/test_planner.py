@@ -94,8 +94,8 @@ def with_critic(config: TrainerConfig, model: str) -> TrainerConfig:
 
 def long_responses() -> TrainerConfig:
     """The 8B PPO recipe with 1,024 samples of 512 + 1,024 tokens."""
-    config = run_config("pp2vpp4", samples=1024, rollout=2, share=0.2, tokens_per_micro_batch=4096)
-    config.rollout.max_tokens, config.reshard.offload = 1024, "all"
+    config = run_config("pp2vpp4", samples=1024, rollout=1, share=0.52, tokens_per_micro_batch=8192)
+    config.rollout.max_tokens, config.rollout.max_num_seqs, config.reshard.offload = 1024, 256, "optimizer"
     return config
 
 
@@ -119,8 +119,9 @@ MEASURED = {
     "1,024 samples, pp2vpp4dp2": Measured(
         gpus=4,
         config=long_responses(),
-        gib=dict(rollout=60.7, log_probs=55.7, critic_update=85.7, actor_update=86.4),
-        seconds={},  # of a host with slower GPUs and CPUs
+        gib=dict(rollout=127.9, log_probs=87.6, critic_update=123.8, actor_update=123.8),
+        seconds=dict(rollout=22.4, log_probs=21.6, values=10.1, critic_update=30.8, actor_update=35.1),
+        iteration=121.9,
     ),
     "tp2": Measured(
         gpus=2,
