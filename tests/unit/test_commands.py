@@ -71,6 +71,8 @@ def test_help_of_a_setting_is_that_setting(capsys):
     assert "run.seed=1  (≥ 0" in shown and "seed of data order" in shown and shown.count("=") == 1
     assert main(["sft", "--help=run.seed=3"]) == 0
     assert capsys.readouterr().out == shown
+    assert main(["train", "--help", "run.seed", "run.iterations"]) == 0
+    assert (shown + "\n  run.iterations=") in capsys.readouterr().out
 
 
 def test_recipes_say_what_they_are_for():

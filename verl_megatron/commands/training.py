@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from parallel.runtime.refusal import NO_ROOM, short_repr
@@ -31,7 +32,7 @@ options:
   --verify               repeat an iteration of the newest checkpoint and compare
   --track_metrics        metrics go to the console and to every kind of file
   --cfg job [--resolve]  print the settings; with the values of ${names}
-  --help [NAME]          this text, a section's settings (rollout), or a single one (run.seed)"""
+  --help [NAME ...]      this text, or the settings of sections (rollout) and single ones (run.seed)"""
 # Of runs whose rollout or frozen models have ranks of their own.
 ROLE = "  --role WORLD           start one world of the run here: train, rollout, rollout:1 or reward"
 
@@ -124,7 +125,7 @@ def reward_model(arguments: list[str]) -> int:
 
 def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
-        print(help_text(training, asked))
+        print(help_text(training, *asked))
         return 0
     gc.disable()  # imports and recipes make many permanent objects
     if is_rank():
@@ -231,31 +232,30 @@ def _as_a_rank(module: str, arguments: list[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _help_asked(arguments: list[str]) -> str | None:
-    """Return the name after --help, "" for all settings, or None if no help is asked for."""
+def _help_asked(arguments: list[str]) -> list[str] | None:
+    """Return the names after --help, none for all settings, or None if no help is asked for."""
     for place, argument in enumerate(arguments):
-        if argument in ("-h", "--help"):
-            following = arguments[place + 1 : place + 2]
-            return following[0] if following and not following[0].startswith("-") else ""
-        if argument.startswith("--help="):
-            return argument.partition("=")[2]
+        option, _, name = argument.partition("=")
+        if option in ("-h", "--help"):
+            others = takewhile(lambda each: not each.startswith("-"), arguments[place + 1 :])
+            return list(filter(None, (name, *others)))
     return None
 
 
-def help_text(training: Training, asked: str = "") -> str:
+def help_text(training: Training, *asked: str) -> str:
     """Return a command's help: purpose, options, recipes, settings and examples.
 
     Args:
-        asked: a section or a setting, whose help alone is returned.
+        asked: sections and settings, whose help alone is returned.
 
     Raises:
         ValueError: the command has no such section or setting.
     """
     from verl_megatron.launch.help import recipe_summaries, settings_help
 
-    settings = settings_help(training.schema, asked)
     if asked:
-        return settings
+        return "\n\n".join(settings_help(training.schema, name) for name in asked)
+    settings = settings_help(training.schema)
     shown = {name: text for name, text in recipe_summaries().items() if _trains(name) == training.schema}
     width = max(map(len, shown), default=0) + 2
     recipes = [f"  {name:<{width}}{text}" for name, text in shown.items()]
