@@ -43,6 +43,16 @@ def test_every_layout_of_one_host_was_tried():
     }
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 8192), ("fp8", 16_384)])
+def test_larger_micro_batches_are_tried_in_fp8_and_win_where_launching_is_the_limit(dtype, most):
+    config = run_config("tp2sp", samples=256, rollout=1, dtype=dtype, tokens_per_micro_batch=8192)
+    config.algorithm.name, slow = "grpo", replace(H200, forward_launch_s=4e-3, backward_launch_s=6e-3)
+    found = search(config, world_size=2, machine=slow, read=arch).fitting
+    tokens = "engine.tokens_per_micro_batch"
+    assert max(each.settings[tokens] for each in found) == most
+    assert found[0].settings[tokens] == most
+
+
 def test_a_critic_on_the_actors_trunk_has_no_layout_and_takes_no_memory():
     config = run_config(samples=512)
     config.critic.share_trunk = True

@@ -23,11 +23,7 @@ from verl_megatron.config.section import attribute_of
 from verl_megatron.model_specs import is_separate, num_rollout_ranks, scoring_worlds, shares_dtype
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
-from verl_megatron.planner.planned_run import (
-    PlannedRun,
-    served_elements,
-    splits,
-)
+from verl_megatron.planner.planned_run import PlannedRun, served_elements, splits
 from verl_megatron.planner.rollout.decoding import samples_at_once
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.rollout.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
@@ -358,14 +354,16 @@ def uneven_stages(layers: int, pp: int) -> list[int]:
 
 
 def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
-    """Yield ways to reduce activation memory.
+    """Yield sizes of micro-batches, and recomputation.
 
-    These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
+    These are: as configured, smaller micro-batches that still fit a sample, in fp8 larger ones, as its
+    kernels are quicker to compute and slower to launch, and full recomputation.
     """
     tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
-    for parts in (1,) if base.engine.dynamic_batching else (1, 2, 4):
-        if parts == 1 or tokens // parts >= length:
-            yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
+    others = [size for size in (tokens // 2, tokens // 4) if size >= length]
+    others += [2 * tokens] * (base.engine.dtype == "fp8")
+    for size in [tokens] + others * (not base.engine.dynamic_batching):
+        yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": size}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 
 
