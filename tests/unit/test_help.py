@@ -160,6 +160,15 @@ for command in [*one_word, *named, *(("convert", name) for name in SUMMARIES)]:
 """
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/bench/*.py")), ids=lambda path: path.stem)
+def test_the_programs_of_benchmarks_are_the_commands(path, capsys):
+    """Where nothing is installed; an error of an option comes at once."""
+    given = dict(cwd=ROOT, env=environment_of_ranks(), capture_output=True, text=True, timeout=60)
+    name = path.stem.replace("_", "-")
+    said = subprocess.run([sys.executable, path, "--help"], **given)
+    assert said.stdout == help_of(f"benchmark {name}", capsys)
+
+
 def test_wrong_arguments_and_help_are_answered_before_anything_heavy_is_imported():
     said = subprocess.run(
         [sys.executable, "-c", WRONG],

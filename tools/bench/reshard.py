@@ -9,4 +9,5 @@ if __name__ == "__main__":
     root = str(Path(__file__).resolve().parents[2])
     sys.path.insert(0, root)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    runpy.run_module("verl_megatron.benchmarks.reshard.command", run_name="__main__", alter_sys=True)
+    sys.argv[1:1] = ["benchmark", "reshard"]
+    runpy.run_module("verl_megatron", run_name="__main__", alter_sys=True)
