@@ -11,7 +11,7 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.training import CLASSES, LR, full_weights
-from tests.parity.world import check, shared_folder, write_once
+from tests.parity.world import check, metrics_apart, shared_folder, write_once
 from verl_megatron.algorithms.kl import FixedKL
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -95,8 +95,7 @@ def check_few_samples() -> None:
         for text, count, extra in CASES[number::2]:
             layout = Layout.parse(text, tuple(range(count)))
             got, trained = train(folder, heads, layout, config, EngineConfig(**common, **extra))
-            pairs = [(a[key], b[key]) for a, b in zip(got, want, strict=True) for key in b]
-            metric = max(abs(value - right) / max(1.0, abs(right)) for value, right in pairs)
+            metric = metrics_apart(got, want)
             moved = max((trained[key] - weights[key]).abs().max().item() for key in weights)
             what = f"few samples {name} {text} on {count} {extra or ''}"
             check(what, limit=2e-5, metrics=metric, weights=moved)

@@ -11,7 +11,7 @@ from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head
 from tests.parity.training import CLASSES, FIELDS, LOSSES, LR, experience, full_weights
-from tests.parity.world import check, share_of, shared_folder, write_once
+from tests.parity.world import check, metrics_apart, share_of, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -91,7 +91,7 @@ def check_full_sharding() -> None:
         dtype = plain.compute.dtype
         weights, trained = full_weights(plain), full_weights(full)
         gaps = {
-            "metrics": max(abs(a[key] - b[key]) for a, b in zip(got, want) for key in b),
+            "metrics": metrics_apart(got, want),
             "outputs": max([(a - b).abs().max().item() for a, b in zip(answers, outputs)], default=0),
             "weights": max((trained[name].to(dtype) - weights[name]).abs().max().item() for name in weights),
         }

@@ -11,7 +11,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
-from tests.parity.world import check, make_batch, sample_logits, shared_folder, write_once
+from tests.parity.world import check, make_batch, metrics_apart, sample_logits, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import pair_mean
 from verl_megatron.config import DPOConfig, EngineConfig, RewardModelConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -98,5 +98,4 @@ def check_pairs() -> None:
         )
         for text in LAYOUTS:
             got = steps(task, path, Layout.parse(text, (0, 1, 2, 3)), batch, 64)
-            apart = max(abs(a[key] - b[key]) for a, b in zip(got, want, strict=True) for key in b)
-            check(f"{task.name} {family} {text}", limit=5e-5, metrics=apart)
+            check(f"{task.name} {family} {text}", limit=5e-5, metrics=metrics_apart(got, want))

@@ -16,6 +16,7 @@ from tests.parity.training import CLASSES, experience, train
 from tests.parity.training_offload import check_offload, check_turns
 from tests.parity.world import (
     check,
+    metrics_apart,
     run_checks,
     shared_folder,
     thinned,
@@ -64,7 +65,7 @@ def check_layouts() -> None:
             config = EngineConfig(tokens_per_micro_batch=budget, **common, **extra)
             layout = Layout.parse(text, tuple(range(count)), stage_layers)
             got, trained = train(path, head, layout, batch, EngineOptions(config=config, seed=1))
-            metric = max(abs(a[key] - b[key]) for a, b in zip(got, want) for key in b)
+            metric = metrics_apart(got, want)
             moved = max((trained[name] - weights[name]).abs().max().item() for name in weights)
             check(
                 f"train {head} {family} {text} on {count} {extra or ''}",

@@ -52,6 +52,12 @@ def check(name: str, *, limit: float, **differences: float) -> None:
     assert max(worst) <= limit, f"{name}: {dict(zip(differences, worst))} over {limit}"
 
 
+def metrics_apart(got: Sequence[dict[str, float]], want: Sequence[dict[str, float]]) -> float:
+    """The largest difference of a metric of any step, relative to it where it is above 1, as norms are."""
+    pairs = [(a[key], b[key]) for a, b in zip(got, want, strict=True) for key in b]
+    return max(abs(value - right) / max(1.0, abs(right)) for value, right in pairs)
+
+
 def shared_folder() -> Path:
     """A new folder, the same on every rank."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
