@@ -55,7 +55,8 @@ def check(name: str, *, limit: float, **differences: float) -> None:
 def metrics_apart(got: Sequence[dict[str, float]], want: Sequence[dict[str, float]]) -> float:
     """The largest difference of a metric of any step, relative to it where it is above 1, as norms are."""
     pairs = [(a[key], b[key]) for a, b in zip(got, want, strict=True) for key in b]
-    return max(abs(value - right) / max(1.0, abs(right)) for value, right in pairs)
+    value, right = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return ((value - right).abs() / right.abs().clamp(min=1)).max().item()  # NaN if one is
 
 
 def shared_folder() -> Path:

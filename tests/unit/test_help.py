@@ -160,13 +160,21 @@ for command in [*one_word, *named, *(("convert", name) for name in SUMMARIES)]:
 """
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/bench/*.py")), ids=lambda path: path.stem)
-def test_the_programs_of_benchmarks_are_the_commands(path, capsys):
-    """Where nothing is installed; an error of an option comes at once."""
-    given = dict(cwd=ROOT, env=environment_of_ranks(), capture_output=True, text=True, timeout=60)
-    name = path.stem.replace("_", "-")
+PROGRAMS = ("tools/bench/*.py", "tools/calibrate.py", "tools/benchmark_scaling.py")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for each in PROGRAMS for path in ROOT.glob(each)), ids=lambda path: path.stem
+)
+def test_the_programs_of_benchmarks_are_the_commands_and_refuse_without_torch(path, capsys, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    env = environment_of_ranks() | {"PYTHONPATH": str(tmp_path)}
+    given = dict(cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    name = path.stem.removeprefix("benchmark_").replace("_", "-")
     said = subprocess.run([sys.executable, path, "--help"], **given)
     assert said.stdout == help_of(f"benchmark {name}", capsys)
+    said = subprocess.run([sys.executable, path, "--bogus"], **given)
+    assert said.returncode == 2 and said.stderr.startswith("error: "), said.stderr[-500:]
 
 
 def test_wrong_arguments_and_help_are_answered_before_anything_heavy_is_imported():

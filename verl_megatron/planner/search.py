@@ -129,7 +129,7 @@ def search(
     frozen, impossible = _frozen_layouts(base, machine, divisors, read), None
     for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
-        for option in _memory_options(base):
+        for option in _activation_options(base):
             try:
                 training = make.training(layout | option)
             except ValueError as error:
@@ -353,16 +353,18 @@ def uneven_stages(layers: int, pp: int) -> list[int]:
     return [ceil(ends / 2)] + [middle] * (pp - 2) + [ends // 2]
 
 
-def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
+def _activation_options(base: TrainerConfig) -> Iterator[Settings]:
     """Yield sizes of micro-batches, and recomputation.
 
     These are: as configured, smaller micro-batches that still fit a sample, in fp8 larger ones, as its
     kernels are quicker to compute and slower to launch, and full recomputation.
     """
     tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
-    others = [size for size in (tokens // 2, tokens // 4) if size >= length]
-    others += [2 * tokens] * (base.engine.dtype == "fp8")
-    for size in [tokens] + others * (not base.engine.dynamic_batching):
+    sizes = [tokens]
+    if not base.engine.dynamic_batching:
+        sizes += [size for size in (tokens // 2, tokens // 4) if size >= length]
+        sizes += [2 * tokens] if base.engine.dtype == "fp8" else []
+    for size in sizes:
         yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": size}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 
