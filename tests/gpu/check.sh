@@ -110,8 +110,7 @@ stage_ppo_long() {
 stage_verl() {
   local python=${VERL_PYTHON:-python3} tp=$((RANKS >= 2 ? 2 : 1)) layers=$((RANKS == 1 ? 12 : 32)) only=""
   if [[ -v VERL_PYTHON ]]; then "$python" -c 'import verl' || return 0; else "$python" -c 'import verl' 2>/dev/null || only="--only ours"; fi
-  # on four GPUs a whole mini-batch of a data-parallel rank
-  local fp8="engine.tokens_per_micro_batch=$((RANKS == 4 ? 20480 : 16384)) engine.dtype=fp8 rollout.kv_cache_dtype=fp8" ways="--way larger engine.tokens_per_micro_batch=16384"
+  local fp8="engine.tokens_per_micro_batch=20480 engine.dtype=fp8 rollout.kv_cache_dtype=fp8" ways="--way larger engine.tokens_per_micro_batch=16384"
   ((RANKS == 1)) || ways="--way dp actor.layout=tp1 rollout.tp=1 reshard.mode=share reshard.offload=grads engine.tokens_per_micro_batch=4096 --way fp8_tp1 $fp8 rollout.tp=1 --way fp8_tp1_weights $fp8 rollout.tp=1 rollout.weight_dtype=fp8"
   local same="--gpus $RANKS --verl-python $python $only --resume --limit $((2 * LIMIT_S - 40))"
   local larger="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16384 actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16384"

@@ -43,6 +43,7 @@ def shared_prompts(layout: str, *, rollout: int, dtype: str = "bfloat16", **sett
     """64 prompts of 512 tokens, each of them once, and 4 answers to each; in fp8 also the KV cache."""
     config = grpo_config(layout, 64, rollout=rollout, share=0.3, dtype=dtype, **settings)
     config.data.samples_per_prompt, config.engine.shared_prompts = 4, True
+    config.algorithm.reuse_logprobs = True
     config.rollout.kv_cache_dtype = "fp8" if dtype == "fp8" else "auto"
     return config
 
@@ -180,7 +181,7 @@ MEASURED = {
         seconds=dict(rollout=5.10, log_probs=7.90, actor_update=11.73, reshard=1.16),
         iteration=26.1,
     ),
-    # `benchmark verl`: iterations after the second, 2026-11-26
+    # `benchmark verl`: iterations after the second, 2026-11-26 and 27
     "shared prompts, tp2": Measured(
         gpus=2,
         config=shared_prompts("tp2sp", rollout=2, tokens_per_micro_batch=8192),
@@ -192,8 +193,8 @@ MEASURED = {
         gpus=2,
         config=shared_prompts("tp1", rollout=1, mode="share", offload="grads", tokens_per_micro_batch=4096),
         gib=dict(actor_update=124.6),
-        seconds=dict(rollout=5.17, log_probs=3.94, actor_update=7.71),
-        iteration=17.1,
+        seconds=dict(rollout=5.23, log_probs=4.19, actor_update=7.79),
+        iteration=17.5,
     ),
     "shared prompts, tp2, fp8": Measured(
         gpus=2,
@@ -202,19 +203,33 @@ MEASURED = {
         seconds=dict(rollout=5.10, log_probs=3.24, actor_update=5.71),
         iteration=14.4,
     ),
-    "shared prompts, tp2, fp8 weights in vLLM": Measured(
+    "shared prompts, tp2, fp8 also in vLLM": Measured(
         gpus=2,
-        config=fp8_rollout(shared_prompts("tp2sp", rollout=1, dtype="fp8", tokens_per_micro_batch=16384)),
-        gib={},
-        seconds=dict(rollout=4.23, log_probs=3.22, actor_update=5.74),
-        iteration=13.5,
+        config=fp8_rollout(shared_prompts("tp2sp", rollout=1, dtype="fp8", tokens_per_micro_batch=20480)),
+        gib=dict(actor_update=129.6),
+        seconds=dict(rollout=4.23, log_probs=3.10, actor_update=5.60),
+        iteration=13.3,
+    ),
+    "shared prompts, pp2vpp4, fp8 also in vLLM": Measured(
+        gpus=2,
+        config=fp8_rollout(shared_prompts("pp2vpp4", rollout=1, dtype="fp8", tokens_per_micro_batch=8192)),
+        gib=dict(actor_update=125.5),
+        seconds=dict(rollout=4.23, log_probs=3.15, actor_update=6.06),
+        iteration=13.8,
     ),
     "shared prompts, tp2dp2": Measured(
         gpus=4,
         config=shared_prompts("tp2sp", rollout=2, tokens_per_micro_batch=8192),
-        gib={},
-        seconds=dict(rollout=3.32, log_probs=2.32, actor_update=4.16),
-        iteration=10.1,
+        gib=dict(actor_update=82.0),
+        seconds=dict(rollout=3.47, log_probs=2.36, actor_update=4.24),
+        iteration=10.4,
+    ),
+    "shared prompts, tp2dp2, fp8 also in vLLM": Measured(
+        gpus=4,
+        config=fp8_rollout(shared_prompts("tp2sp", rollout=1, dtype="fp8", tokens_per_micro_batch=20480)),
+        gib=dict(actor_update=108.4),
+        seconds=dict(rollout=3.01, log_probs=1.57, actor_update=2.94),
+        iteration=8.0,
     ),
     "full sharding, one GPU": Measured(
         gpus=1,
