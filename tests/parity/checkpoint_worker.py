@@ -18,7 +18,16 @@ from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.training import CLASSES, FIELDS, LOSSES, LR, experience, full_weights
 from tests.parity.training_offload import same
-from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
+from tests.parity.world import (
+    check,
+    largest,
+    run_checks,
+    say,
+    share_of,
+    shared_folder,
+    weights_apart,
+    write_once,
+)
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.roles.engine import Engine, EngineOptions
@@ -130,10 +139,10 @@ def check_layouts() -> None:
             other = make_engine(path, head, Layout.parse(text, ranks, stage_layers), seed=2, **settings)
             other.load(folder / f"saved_{number}", saved)
             steps(other, batch, 1)
-            moved = max(
-                (tensor - want[name]).abs().max().item() for name, tensor in full_weights(other).items()
+            moved = weights_apart(full_weights(other), want)
+            apart = largest(
+                abs(found / norm - 1) for found, norm in zip(other.norms().values(), norms.values())
             )
-            apart = max(abs(found / norm - 1) for found, norm in zip(other.norms().values(), norms.values()))
             check(
                 f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}",
                 limit=5e-6,

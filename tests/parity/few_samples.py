@@ -11,7 +11,7 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.training import CLASSES, LR, full_weights
-from tests.parity.world import check, metrics_apart, shared_folder, write_once
+from tests.parity.world import check, metrics_apart, shared_folder, weights_apart, write_once
 from verl_megatron.algorithms.kl import FixedKL
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -96,6 +96,6 @@ def check_few_samples() -> None:
             layout = Layout.parse(text, tuple(range(count)))
             got, trained = train(folder, heads, layout, config, EngineConfig(**common, **extra))
             metric = metrics_apart(got, want)
-            moved = max((trained[key] - weights[key]).abs().max().item() for key in weights)
+            moved = weights_apart(trained, weights)
             what = f"few samples {name} {text} on {count} {extra or ''}"
             check(what, limit=2e-5, metrics=metric, weights=moved)

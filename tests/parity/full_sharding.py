@@ -11,7 +11,15 @@ from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head
 from tests.parity.training import CLASSES, FIELDS, LOSSES, LR, experience, full_weights
-from tests.parity.world import check, metrics_apart, share_of, shared_folder, write_once
+from tests.parity.world import (
+    check,
+    largest,
+    metrics_apart,
+    share_of,
+    shared_folder,
+    weights_apart,
+    write_once,
+)
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -92,8 +100,8 @@ def check_full_sharding() -> None:
         weights, trained = full_weights(plain), full_weights(full)
         gaps = {
             "metrics": metrics_apart(got, want),
-            "outputs": max([(a - b).abs().max().item() for a, b in zip(answers, outputs)], default=0),
-            "weights": max((trained[name].to(dtype) - weights[name]).abs().max().item() for name in weights),
+            "outputs": largest([0.0, *((a - b).abs().max().item() for a, b in zip(answers, outputs))]),
+            "weights": weights_apart({name: tensor.to(dtype) for name, tensor in trained.items()}, weights),
         }
         # float32: sums of micro-batches in another order. bfloat16 weights may differ by a rounding, on GPUs.
         limit = 5e-5 if dtype == torch.float32 else 5e-2

@@ -80,10 +80,10 @@ def results_differ(results, mine, truth) -> tuple[float, float]:
         temperature = TEMPERATURE if mine.temperature is None else mine.temperature[b]
         log_p = torch.log_softmax(truth[sample][asked - 1] / temperature, -1)
         want = log_p.gather(1, mine.generated_ids[b, asked, None]).squeeze(1)
-        worst_logprob = max(worst_logprob, (results["logprobs"][b, asked] - want).abs().max().item())
-        worst_entropy = max(
-            worst_entropy, (results["entropy"][b, asked] + (log_p.exp() * log_p).sum(-1)).abs().max().item()
-        )
+        gap = (results["logprobs"][b, asked] - want).abs().max().item()
+        worst_logprob = parity.largest([worst_logprob, gap])
+        gap = (results["entropy"][b, asked] + (log_p.exp() * log_p).sum(-1)).abs().max().item()
+        worst_entropy = parity.largest([worst_entropy, gap])
         assert not any(results[name][b, ~mine.response_mask[b]].any() for name in results)
     return worst_logprob, worst_entropy
 
@@ -112,8 +112,8 @@ def check_logits(family: str, folder: Path, layouts) -> None:
             f"{family} {layout} on {count}{list(stage_layers) or ''}",
             limit=1e-4,
             logits=logits,
-            logprobs=max(logprobs, own_logprobs),
-            entropy=max(entropy, own_entropy),
+            logprobs=parity.largest([logprobs, own_logprobs]),
+            entropy=parity.largest([entropy, own_entropy]),
         )
 
 

@@ -10,10 +10,12 @@ from parallel.layout import Layout
 from tests.parity.training import CLASSES, FIELDS, KL_COEF, LR, experience, train
 from tests.parity.world import (
     check,
+    largest,
     make_batch,
     sample_logits,
     say,
     shared_folder,
+    weights_apart,
     write_once,
 )
 from verl_megatron.config import EngineConfig
@@ -117,7 +119,7 @@ def check_plain() -> None:
             kind = "policy" if head == "lm" else "critic"
             clipped = history[0][f"{kind}/clip_fraction"]
             assert 0.05 < clipped < 0.95, f"both branches of the clip have to be taken: {clipped}"
-            norm = max(abs(step[f"{kind}/grad_norm"] - x) / x for step, x in zip(history, norms))
-            moved = max((weights[name] - want[name]).abs().max().item() for name in want)
+            norm = largest(abs(step[f"{kind}/grad_norm"] - x) / x for step, x in zip(history, norms))
+            moved = weights_apart(weights, want)
             say(f"gradient norms {norms}, clipped {clipped:.2f}")
             check(f"plain {head} {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)

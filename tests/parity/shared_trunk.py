@@ -15,7 +15,16 @@ from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.plain_training import initial_logprobs, plain_policy_loss, plain_value_loss
 from tests.parity.training import CLASSES, FIELDS, LR, VALUE_COEF, experience, train
-from tests.parity.world import check, make_batch, say, share_of, shared_folder, write_once
+from tests.parity.world import (
+    check,
+    largest,
+    make_batch,
+    say,
+    share_of,
+    shared_folder,
+    weights_apart,
+    write_once,
+)
 from verl_megatron.config import CriticConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.roles.engine import Engine, EngineOptions
@@ -140,6 +149,6 @@ def _check_plain(folder: Path, family: str, actor, batch: RolloutBatch) -> None:
         layout = Layout.parse(text, tuple(range(count)))
         options = options_of(settings, clip_grad=0.5)
         history, weights = train(folder / family, "lm_token", layout, batch, options, steps=2)
-        norm = max(abs(step["policy/grad_norm"] / x - 1) for step, x in zip(history, norms))
-        moved = max((weights[name] - tensor).abs().max().item() for name, tensor in want.items())
+        norm = largest(abs(step["policy/grad_norm"] / x - 1) for step, x in zip(history, norms))
+        moved = weights_apart(weights, want)
         check(f"shared trunk {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)

@@ -3,7 +3,7 @@
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +57,17 @@ def metrics_apart(got: Sequence[dict[str, float]], want: Sequence[dict[str, floa
     pairs = [(a[key], b[key]) for a, b in zip(got, want, strict=True) for key in b]
     value, right = torch.tensor(pairs, dtype=torch.float64).unbind(1)
     return ((value - right).abs() / right.abs().clamp(min=1)).max().item()  # NaN if one is
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value, NaN if one is."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
+def weights_apart(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """The largest difference of an element, NaN if one is."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return largest((got[name] - want[name]).abs().max().item() for name in want)
 
 
 def shared_folder() -> Path:
