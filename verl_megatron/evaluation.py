@@ -192,10 +192,9 @@ class Evaluation:
         from verl_megatron.checks.versions import check_versions
         from verl_megatron.observe.sources import Sources
         from verl_megatron.rewards.plan import is_routed
-        from verl_megatron.rollout.sampler import Draw, Sampler
+        from verl_megatron.rollout.sampler import Draw, Sampler, make_reward_pool
         from verl_megatron.rollout.sampling import Sampling
         from verl_megatron.rollout.vllm import VLLMActor
-        from verl_megatron.run import make_reward_pool
 
         check_versions(vllm=True)
         device.initialize()

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import ceil
 
 from parallel.layout import Layout, named_ranks, parse_devices
 from parallel.runtime.refusal import short_repr
@@ -298,6 +299,33 @@ def num_training_ranks(config: TrainerConfig) -> int:
 def num_rollout_ranks(config: TrainerConfig, world_size: int) -> int:
     """Return how many ranks generate beside, or among, `world_size` training ranks."""
     return len(rollout_devices(config)) or world_size
+
+
+def generated_samples(config: TrainerConfig) -> int:
+    """Return how many samples are generated for an iteration, greedy ones included."""
+    has_greedy = "greedy" in get_algorithm(config.algorithm).needs
+    return config.data.prompts_per_iteration * (config.data.samples_per_prompt + has_greedy)
+
+
+def samples_at_most(config: TrainerConfig, *, replicas: int, validation: int | None) -> int:
+    """Return how many samples a replica decodes concurrently at most, if its KV cache has room for them.
+
+    That is its share of an iteration or of a validation (rollout/dispatch.py), and no more than
+    `rollout.max_num_seqs`. Rollout worlds may have samples of several iterations.
+
+    Args:
+        validation: prompts in `data.validation`, 0 without such a file; None: not known.
+    """
+    most, taken = config.rollout.max_num_seqs, config.data.validation_samples
+    if validation is None:
+        validation = taken
+        if config.data.validation and not taken:
+            return most
+    elif taken:
+        validation = min(validation, taken)
+    if is_separate(config):
+        return most
+    return min(most, ceil(max(generated_samples(config), validation) / replicas))
 
 
 def scores_ahead(config: TrainerConfig) -> bool:

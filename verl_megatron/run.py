@@ -26,14 +26,19 @@ from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, has_worlds, is_separate, layout_of, models_of
+from verl_megatron.model_specs import (
+    ModelSpec,
+    has_worlds,
+    is_separate,
+    layout_of,
+    models_of,
+    samples_at_most,
+)
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
-from verl_megatron.rewards.functions import options_of
 from verl_megatron.rewards.plan import is_routed
-from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
 from verl_megatron.roles.compute import rollout_dtype
 from verl_megatron.roles.engine import EngineOptions
@@ -41,8 +46,8 @@ from verl_megatron.roles.role import Role, Training, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.rollout.adaptive import add_shares, parse_table
 from verl_megatron.rollout.curriculum import Curriculum
-from verl_megatron.rollout.engine import RolloutEngine
-from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
+from verl_megatron.rollout.engine import RolloutEngine, num_replicas
+from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler, make_reward_pool
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
@@ -132,7 +137,8 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     """
     stall_s = config.run.stall_timeout_s
     meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
-    models = _Models(config, world, progress=watchdog.beat if meeting is None else meeting.work)
+    progress = watchdog.beat if meeting is None else meeting.work
+    models = _Models(config, world, progress=progress, validation=len(inputs.validation or ()))
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (
@@ -256,27 +262,6 @@ def sources_of(config: TrainerConfig, inputs: Inputs) -> Sources:
     return Sources((file.sources for file in files), always=is_routed(config.reward.function))
 
 
-def make_reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
-    """Start reward workers on the first rank of each replica, which owns its samples."""
-    reward = config.reward
-    if not reward.function or not engine.is_owner:
-        return None
-    pool = RewardPool(
-        reward.function,
-        options_of(reward),
-        workers=reward.workers,
-        timeout_s=reward.timeout_s,
-        failure_score=reward.failure_score,
-    )
-    if pool.refused and engine.world.is_first:
-        print(
-            f"reward workers have no namespaces of their own ({pool.refused}): "
-            "a reward function may signal any process of this user",
-            flush=True,
-        )
-    return pool
-
-
 class _Models:
     """The models of a run, its rollout engine and the weight sync; `clock` records the seconds of each.
 
@@ -284,8 +269,10 @@ class _Models:
     Where it uses Megatron's memory, the actor is built first.
     """
 
-    def __init__(self, config: TrainerConfig, world: RankSet, *, progress: Callable[[], None]):
-        self.config, self.world, self._progress = config, world, progress
+    def __init__(
+        self, config: TrainerConfig, world: RankSet, *, progress: Callable[[], None], validation: int
+    ):
+        self.config, self.world, self._progress, self._validation = config, world, progress, validation
         self.clock, arch = PhaseTimer(device.synchronize), read_architecture(config.actor.path)
         self._actor_layout = self._train = layout_of(config.actor, world.size)
         specs = models_of(config)
@@ -370,7 +357,9 @@ class _Models:
 
     def _make_engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
         with self.clock.phase("vllm"):
-            return make_vllm(self.config, self._rollout, shared_weights)
+            replicas = num_replicas(world_size=self.world.size, tp=self.config.rollout.tp)
+            samples = samples_at_most(self.config, replicas=replicas, validation=self._validation)
+            return make_vllm(self.config, self._rollout, shared_weights, samples=samples)
 
 
 @contextmanager
@@ -381,16 +370,24 @@ def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
 
 
 def make_vllm(
-    config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None
+    config: TrainerConfig,
+    rollout: Layout,
+    shared_weights: Mapping[str, Tensor] | None = None,
+    *,
+    samples: int | None = None,
 ) -> VLLMActor:
-    """Build a sleeping vLLM engine; no weights are loaded, or they alias `shared_weights`."""
+    """Build a sleeping vLLM engine; no weights are loaded, or they alias `shared_weights`.
+
+    Args:
+        samples: as of `Colocation`.
+    """
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
         config=replace(config.rollout, dtype=str(rollout_dtype(config)).removeprefix("torch.")),
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
         seed=config.run.seed,
-        colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}),
+        colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}, samples=samples),
     )
     vllm.sleep()
     return vllm

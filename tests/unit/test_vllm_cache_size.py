@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import samples_at_most
 from verl_megatron.rollout.vllm_cache import no_larger_than_needed
 
 abstract = pytest.importorskip("vllm.v1.executor.abstract")
@@ -46,6 +48,38 @@ def test_the_cache_holds_all_samples_and_no_more(samples, tokens, adaptive, bloc
     with no_larger_than_needed(samples, adaptive=adaptive):
         assert executor.determine_available_memory() == [2 * 4096 * blocks]
     assert executor.determine_available_memory() == [8 * GIB], "other engines are as they were"
+
+
+FILE = {"data__validation": "val.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("given", "validation", "samples"),
+    [
+        ({}, 0, 64),  # 256 samples for four replicas
+        ({"rollout__max_num_seqs": 48}, 0, 48),
+        ({"data__prompts_per_iteration": 65}, 0, 65),
+        ({"data__prompts_per_iteration": 63, "data__samples_per_prompt": 3}, 0, 48),
+        ({"algorithm__name": "remax", "data__samples_per_prompt": 1}, 0, 32),  # a greedy one beside each
+        (FILE, 100, 64),
+        (FILE, 401, 101),
+        (FILE, 4000, 256),
+        (FILE | {"data__validation_samples": 402}, 4000, 101),
+        (FILE | {"data__validation_samples": 4000}, 401, 101),
+        (FILE | {"data__validation_samples": 402}, None, 101),
+        (FILE, None, 256),  # a plan does not read the file
+        ({}, None, 64),
+        ({"rollout__devices": "4-7"}, 0, 256),  # of several iterations
+    ],
+)
+def test_a_replica_has_its_share_of_an_iteration_or_a_validation(given, validation, samples):
+    config = TrainerConfig()
+    config.data.prompts_per_iteration, config.data.samples_per_prompt = 64, 4
+    config.rollout.max_num_seqs = 256
+    for name, value in given.items():
+        section, _, setting = name.partition("__")
+        setattr(getattr(config, section), setting, value)
+    assert samples_at_most(config, replicas=4, validation=validation) == samples
 
 
 def test_the_cache_is_never_larger_than_the_memory():

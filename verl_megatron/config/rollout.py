@@ -102,8 +102,8 @@ class RolloutConfig(Section):
     )
     gpu_memory_utilization: float = setting(
         0.5,
-        "fraction of GPU memory for vLLM's weights and KV cache at most; the cache holds no more than "
-        "max_num_seqs samples at full length",
+        "fraction of GPU memory for vLLM's weights and KV cache at most; the cache holds no more than a "
+        "replica's samples at full length, or max_num_seqs of them",
         within="(0, 1]",
     )
     kv_cache_mib: int = setting(

@@ -11,8 +11,9 @@ from parallel.rank_set import rank_set
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.roles.compute import rollout_dtype
+from verl_megatron.rollout.sampler import make_reward_pool
 from verl_megatron.rollout.stream import Partial
-from verl_megatron.run import make_reward_pool, make_vllm, sources_of
+from verl_megatron.run import make_vllm, sources_of
 from verl_megatron.separate.order_server import OrderServer
 from verl_megatron.separate.serving import Replica, join_training
 from verl_megatron.separate.weights import end_exchange

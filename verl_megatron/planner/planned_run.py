@@ -9,12 +9,13 @@ from math import ceil, prod
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
-from verl_megatron.algorithms import get_algorithm, reuses_logprobs
+from verl_megatron.algorithms import reuses_logprobs
 from verl_megatron.algorithms.proximal import is_recomputed
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import (
     ModelSpec,
     ServingWorld,
+    generated_samples,
     has_worlds,
     layout_of,
     models_of,
@@ -252,8 +253,7 @@ class PlannedRun:
     @property
     def generated_samples(self) -> int:
         """Samples that vLLM generates in an iteration, greedy ones included."""
-        greedy = "greedy" in get_algorithm(self.config.algorithm).needs
-        return self.samples + greedy * self.config.data.prompts_per_iteration
+        return generated_samples(self.config)
 
     @property
     def old_logprob_share(self) -> float:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from parallel.rank_set import RankSet
 from parallel.runtime.refusal import RefusalError
+from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Prompt
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.observe.metrics import REWARD_FAILED, REWARD_LATENCY, Sums, own_metric
 from verl_megatron.observe.sources import Sources
+from verl_megatron.rewards.functions import options_of
 from verl_megatron.rewards.pool import Failure, Reward, RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.rollout.adaptive import Table, entry_of
@@ -353,3 +355,24 @@ def batch_of(
     batch.policy_version = torch.full_like(batch.sample_id, policy_version)
     batch.is_cut = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)
     return batch
+
+
+def make_reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
+    """Start reward workers on the first rank of each replica, which owns its samples."""
+    reward = config.reward
+    if not reward.function or not engine.is_owner:
+        return None
+    pool = RewardPool(
+        reward.function,
+        options_of(reward),
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        failure_score=reward.failure_score,
+    )
+    if pool.refused and engine.world.is_first:
+        print(
+            f"reward workers have no namespaces of their own ({pool.refused}): "
+            "a reward function may signal any process of this user",
+            flush=True,
+        )
+    return pool

@@ -52,6 +52,8 @@ class Colocation:
     # them, and gpu_memory_utilization excludes them. Parameters without a tensor are random until the trainer
     # writes them: no weights are read from files. None: weights are read.
     shared_weights: Mapping[str, Tensor] | None = None
+    # Samples that a replica has at once at most: its KV cache holds no more. None: `config.max_num_seqs`.
+    samples: int | None = None
 
 
 class VLLMActor:
@@ -66,7 +68,7 @@ class VLLMActor:
         config: engine settings; `config.tp` is not read, and sampling parameters are passed to `generate`.
         max_model_len: maximum length of prompt and response together; None: the model's maximum.
         seed: of random weights and of `generate_text`.
-        colocation: ranks and weights; None: ranks 0, 1, ... and the weights of the folder.
+        colocation: ranks, weights and samples; None: ranks 0, 1, ... and the weights of the folder.
         older: names of the older interface, such as `trust_remote_code=False`.
 
     Raises:
@@ -124,7 +126,7 @@ class VLLMActor:
         )
         with self._guarded():
             try:
-                self._llm = self._start(options, colocation.shared_weights or {})
+                self._llm = self._start(options, colocation)
             except Exception:
                 if not VLLMActor._open:  # existing groups may not fit the next engine
                     release_groups(ours=not self._in_world)
@@ -147,12 +149,12 @@ class VLLMActor:
             dtype = getattr(torch, resolve_dtype(self.config.dtype))
             check_fp8(arch, self.tp, dtype, aliases=aliases)
 
-    def _start(self, options: dict[str, Any], shared_weights: Mapping[str, Tensor]):
+    def _start(self, options: dict[str, Any], colocation: Colocation):
         with starting():
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
-        config = self.config
+        config, shared_weights = self.config, colocation.shared_weights or {}
         if device.is_gpu():
             options |= dict(
                 gpu_memory_utilization=config.gpu_memory_utilization,
@@ -175,8 +177,8 @@ class VLLMActor:
         if options["load_format"] == "dummy":
             is_fp8 = config.weight_dtype == "fp8"
             weights = loading.packing() if is_fp8 else loading.sharing(shared_weights)
-        cache = no_larger_than_needed(config.max_num_seqs, adaptive=config.dynamic_batching)
-        with starting(), groups, weights, cache:
+        samples = colocation.samples or config.max_num_seqs
+        with starting(), groups, weights, no_larger_than_needed(samples, adaptive=config.dynamic_batching):
             llm = LLM(
                 model=self.model_name,
                 kv_cache_dtype=config.kv_cache_dtype,

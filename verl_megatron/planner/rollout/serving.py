@@ -2,6 +2,7 @@
 
 from math import ceil
 
+from verl_megatron.model_specs import samples_at_most
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, served_elements
 from verl_megatron.rollout.admission import LOW
@@ -62,7 +63,8 @@ def kv_cache_bytes(run: PlannedRun, machine: Machine, own: float) -> float:
     """
     config = run.config.rollout
     room = config.gpu_memory_utilization * machine.gpu_bytes - own - vllm_working_bytes(run, machine)
-    samples = config.max_num_seqs / (LOW if config.dynamic_batching else 1.0)
+    samples = samples_at_most(run.config, replicas=run.replicas, validation=None)
+    samples /= LOW if config.dynamic_batching else 1.0
     return min(room, samples * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run))
 
 
