@@ -289,16 +289,25 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
 
 
 def names_left(folder: Path) -> list[str]:
-    """Temporary files and shared memory of these runs, once no process is left."""
-    paths = [
-        *(folder / "tmp").iterdir(),
-        *(
-            path
-            for path in Path("/dev/shm").iterdir()
-            if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-"))
-        ),
+    """Temporary files of these runs and shared memory of no living process, once the runs have ended."""
+    shared = [
+        path
+        for path in Path("/dev/shm").iterdir()
+        if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-"))
     ]
-    return [f"left behind: {path}" for path in paths]
+    used = mapped() if shared else set()
+    # gone meanwhile: it was of a test beside this one
+    shared = [path for path in shared if path.exists() and path.stat().st_ino not in used]
+    return [f"left behind: {path}" for path in (*(folder / "tmp").iterdir(), *shared)]
+
+
+def mapped() -> set[int]:
+    """Inodes of the shared memory that living processes have mapped; a semaphore's is named otherwise."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found |= {int(line.split()[4]) for line in path.read_text().splitlines() if "/dev/shm/" in line}
+    return found
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -53,7 +53,7 @@ def test_swap_and_offload_learn_the_same(whole_run, toy, tmp_path):
 def test_whole_run_leaves_what_it_promises(whole_run, toy):
     folder = whole_run.output_dir
     assert re.search(
-        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 samples at once$",
+        r"^vLLM: KV cache of 2,176 tokens a replica, 8 of a replica's 8 samples at once$",
         whole_run.ended.stdout,
         re.MULTILINE,
     ), whole_run.ended.text

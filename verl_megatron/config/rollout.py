@@ -103,7 +103,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = setting(
         0.5,
         "fraction of GPU memory for vLLM's weights and KV cache at most; the cache holds no more than a "
-        "replica's samples at full length, or max_num_seqs of them",
+        "replica's samples at once",
         within="(0, 1]",
     )
     kv_cache_mib: int = setting(
