@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ class Evaluation:
         from verl_megatron.rewards.plan import is_routed
         from verl_megatron.rollout.sampler import Draw, Sampler, make_reward_pool
         from verl_megatron.rollout.sampling import Sampling
-        from verl_megatron.rollout.vllm import VLLMActor
+        from verl_megatron.rollout.vllm import Colocation, VLLMActor
 
         check_versions(vllm=True)
         device.initialize()
@@ -202,12 +203,14 @@ class Evaluation:
         agree(lambda: refuse(self.problems(world_size=ranks.size)), ranks)
         config, (tokenizer, dataset) = self.config(), self.read()
         prompts = list(dataset)[: config.data.validation_samples or None]
+        each = ceil(len(prompts) * self.samples * config.rollout.tp / ranks.size)  # of a replica
         engine = VLLMActor(
             config.actor.path,
             config.rollout.tp,
             config=config.rollout,
             max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
             seed=config.run.seed,
+            colocation=Colocation(samples=min(max(1, each), config.rollout.max_num_seqs)),
         )
         pool = make_reward_pool(config, engine) if self.scored else None
         sources = Sources([dataset.sources], always=self.scored and is_routed(config.reward.function))

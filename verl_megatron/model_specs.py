@@ -316,12 +316,10 @@ def samples_at_most(config: TrainerConfig, *, replicas: int, validation: int | N
     Args:
         validation: prompts in `data.validation`, 0 without such a file; None: not known.
     """
-    most, taken = config.rollout.max_num_seqs, config.data.validation_samples
+    most = config.rollout.max_num_seqs
     if validation is None:
-        validation = taken
-        if config.data.validation and not taken:
-            return most
-    elif taken:
+        validation = replicas * most if config.data.validation else 0
+    if taken := config.data.validation_samples:
         validation = min(validation, taken)
     if is_separate(config):
         return most

@@ -289,16 +289,24 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
 
 
 def names_left(folder: Path) -> list[str]:
-    """Temporary files of these runs and shared memory of no living process, once the runs have ended."""
-    shared = [
-        path
-        for path in Path("/dev/shm").iterdir()
-        if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-"))
-    ]
-    used = mapped() if shared else set()
-    # gone meanwhile: it was of a test beside this one
-    shared = [path for path in shared if path.exists() and path.stat().st_ino not in used]
+    """Temporary files of these runs and shared memory of no living process, some seconds after the end.
+
+    Ranks that a test beside this one has killed leave names as well, which their next attempt takes away.
+    """
+    deadline = time.monotonic() + 5
+    while (shared := unmapped()) and time.monotonic() < deadline:
+        time.sleep(0.2)
     return [f"left behind: {path}" for path in (*(folder / "tmp").iterdir(), *shared)]
+
+
+def unmapped() -> list[Path]:
+    """Shared memory of runs that no living process has mapped."""
+    found, used = {}, mapped()
+    for path in Path("/dev/shm").iterdir():
+        if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-")):
+            with contextlib.suppress(FileNotFoundError):  # it has just been taken away
+                found[path] = path.stat().st_ino
+    return [path for path, inode in found.items() if inode not in used]
 
 
 def mapped() -> set[int]:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ def started(folder: Path, *settings: str, wrong_weights: str = "") -> Iterator[S
     Args:
         wrong_weights: what is wrong with those of the rollout (wrong_weights/sitecustomize.py).
     """
-    mark = folder.name
+    mark = uuid.uuid4().hex
     environment = environment_of_ranks() | {MARK: mark}
     if wrong_weights:
         path = f"{Path(__file__).with_name('wrong_weights')}{os.pathsep}{environment['PYTHONPATH']}"

@@ -32,7 +32,9 @@ def test_ranks_train_or_generate():
     parts = rollout.phases["rollout"]
     assert parts["versions"] == parts["vllm weights"] > run.actor.arch.num_layers * 2e8, "tp2 of 8B, bfloat16"
     config, tokens = run.config.rollout, run.prompt_tokens + run.response_tokens
-    cache = config.max_num_seqs * tokens * kv_bytes_per_token(run)  # smaller than what the share leaves
+    assert tokens % 16 == 0
+    blocks = config.max_num_seqs * (tokens // 16 + 1) + 1  # smaller than what the share leaves
+    cache = blocks * 16 * kv_bytes_per_token(run)
     assert parts["kv cache"] == pytest.approx(cache + vllm_working_bytes(run, H200))
     assert parts["vllm weights"] + parts["kv cache"] < config.gpu_memory_utilization * H200.gpu_bytes
     assert [kind.ranks for kind in training] == [(0, 1), (2, 3)], "two pipeline stages"

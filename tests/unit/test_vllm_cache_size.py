@@ -69,6 +69,7 @@ FILE = {"data__validation": "val.jsonl"}
         (FILE | {"data__validation_samples": 402}, None, 101),
         (FILE, None, 256),  # a plan does not read the file
         ({}, None, 64),
+        ({"data__validation_samples": 402}, None, 64),  # of no file
         ({"rollout__devices": "4-7"}, 0, 256),  # of several iterations
     ],
 )

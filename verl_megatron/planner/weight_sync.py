@@ -69,7 +69,7 @@ def _mapped_bytes(run: PlannedRun, machine: Machine) -> float:
     """Bytes of vLLM on a rank that are mapped for a rollout and unmapped after it."""
     if not run.config.rollout.sleep:
         return 0.0
-    return sum(serving_bytes(run, machine, own_rollout_bytes(run, 0)).values())
+    return sum(serving_bytes(run.longest, machine, own_rollout_bytes(run, 0)).values())
 
 
 def _rate(run: PlannedRun, machine: Machine) -> float:

@@ -7,6 +7,8 @@ from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, served_elements
 from verl_megatron.rollout.admission import LOW
 
+BLOCK_TOKENS = 16  # of the cache's blocks, vLLM's default on GPUs; each sample has one ahead (vllm_cache.py)
+
 
 def own_rollout_bytes(run: PlannedRun, stage: int | None) -> float:
     """Bytes of vLLM's weights that share no memory with Megatron's, on a rank of the actor's stage `stage`.
@@ -64,8 +66,10 @@ def kv_cache_bytes(run: PlannedRun, machine: Machine, own: float) -> float:
     config = run.config.rollout
     room = config.gpu_memory_utilization * machine.gpu_bytes - own - vllm_working_bytes(run, machine)
     samples = samples_at_most(run.config, replicas=run.replicas, validation=None)
-    samples /= LOW if config.dynamic_batching else 1.0
-    return min(room, samples * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run))
+    if config.dynamic_batching:
+        samples = ceil(samples / LOW)
+    blocks = samples * (ceil((run.prompt_tokens + run.response_tokens) / BLOCK_TOKENS) + 1) + 1
+    return min(room, blocks * BLOCK_TOKENS * kv_bytes_per_token(run))
 
 
 def serving_bytes(run: PlannedRun, machine: Machine, own: float) -> dict[str, float]:
