@@ -1,12 +1,14 @@
 """The size of vLLM's KV cache: what the memory holds, and no more than all samples fill."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 
+from tests.planned import H200, run_config, run_of
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import samples_at_most
+from verl_megatron.planner.rollout.serving import BLOCK_TOKENS, kv_bytes_per_token, kv_cache_bytes
 from verl_megatron.rollout.vllm_cache import no_larger_than_needed
 
 abstract = pytest.importorskip("vllm.v1.executor.abstract")
@@ -24,12 +26,12 @@ class Spec:
 class Executor(abstract.Executor):
     """An executor whose worker has a GPU with 8 GiB free."""
 
-    def __init__(self, layers: dict[str, Spec], max_model_len: int):
-        self.layers = layers
+    def __init__(self, layers: dict[str, Spec], max_model_len: int, free: int = 8 * GIB):
+        self.layers, self.free = layers, free
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
 
     def collective_rpc(self, method, *given, **named):
-        return {"determine_available_memory": [8 * GIB], "get_kv_cache_spec": [self.layers]}[method]
+        return {"determine_available_memory": [self.free], "get_kv_cache_spec": [self.layers]}[method]
 
     _init_executor = check_health = lambda self: None
 
@@ -81,6 +83,23 @@ def test_a_replica_has_its_share_of_an_iteration_or_a_validation(given, validati
         section, _, setting = name.partition("__")
         setattr(getattr(config, section), setting, value)
     assert samples_at_most(config, replicas=4, validation=validation) == samples
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("samples", "tokens"), [(3, 19), (256, 512), (1000, 500)])
+def test_a_plan_counts_the_same_bytes(samples, tokens, adaptive):
+    config = run_config("tp1", samples=samples, tokens=tokens, rollout=1, share=1.0)
+    config.rollout.dynamic_batching = adaptive
+    run = run_of(config, 2)
+    each = samples_at_most(config, replicas=2, validation=0)
+    layers = {
+        str(n): Spec(BLOCK_TOKENS, BLOCK_TOKENS * kv_bytes_per_token(run) // run.actor.arch.num_layers)
+        for n in range(run.actor.arch.num_layers)
+    }
+    executor = Executor(layers, run.prompt_tokens + run.response_tokens, free=1 << 50)
+    roomy = replace(H200, gpu_bytes=float(1 << 50))
+    with no_larger_than_needed(each, adaptive=adaptive):
+        assert [kv_cache_bytes(run, roomy, 0.0)] == executor.determine_available_memory()
 
 
 def test_the_cache_is_never_larger_than_the_memory():
