@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,8 +30,8 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
 
 
 @pytest.fixture(autouse=True)
-def _confined():
-    if problem := confined():
+def _confined(request):
+    if request.function is not test_this_machine_confines_programs and (problem := confined()):
         pytest.skip(problem)
 
 
@@ -53,6 +55,14 @@ def test_this_machine_confines_programs():
     if not Path("/proc/self/ns/user").exists():
         pytest.skip("the kernel has no user namespaces")
     assert confined() == ""
+
+
+def test_python_may_be_installed_where_programs_have_memory(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    asks = "from verl_megatron.rewards.code.reward import code_problem; print(code_problem(memory_mib=512))"
+    asked = [tmp_path / "venv/bin/python", "-c", asks]
+    here = {"TMPDIR": "/tmp", "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run(asked, env=os.environ | here, stdout=subprocess.PIPE, check=True).stdout == b"\n"
 
 
 # ---- programs and tests ------------------------------------------------------------------------------------
@@ -212,7 +222,9 @@ def test_what_a_program_sees():
         Limits(seconds=10, memory_bytes=1 << 29),
     )
     fds, pid, user, files, names, folder = json.loads(found.output)
-    assert fds == [0, 1, 2] and pid < 5 and user > 0 and files == ["main.py"] and folder == "/tmp"
+    python = Path(sys.prefix).parts[1:3]  # which is shown, also in a folder of /tmp
+    assert fds == [0, 1, 2] and pid < 5 and user > 0 and folder == "/tmp"
+    assert sorted(files) == sorted({"main.py"} | ({python[1]} if python[0] == "tmp" else set()))
     assert "HOME" in names and not {"PYTHONPATH", "HF_TOKEN"} & set(names)
 
 

@@ -36,16 +36,16 @@ def make_file_system(source: str) -> None:
     _mount("", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", top, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     root = f"{top}/root"
+    for path in _IN_MEMORY:  # before Python, which may be in one of them
+        os.makedirs(root + path, exist_ok=True)
+        options = f"size={FILE_BYTES},nr_inodes=4096,mode=1777"
+        _mount("tmpfs", root + path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path in sources:
         _show(path, root + path)
     shown = [Path(root + path) for path in sources]
     for place in _mounts():
         if any(Path(place).is_relative_to(path) for path in shown):
             _make_read_only(place)
-    for path in _IN_MEMORY:
-        os.makedirs(root + path, exist_ok=True)
-        options = f"size={FILE_BYTES},nr_inodes=4096,mode=1777"
-        _mount("tmpfs", root + path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     Path(root + MAIN).write_text(source, encoding="utf-8", errors="replace")
     _mount("", top, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     os.chdir(top)
