@@ -55,7 +55,9 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
     _Asked.listen()
     try:
         return _begin(arguments, gate)
-    except Ended:
+    except BaseException as error:
+        if not _is_of_an_end(error):
+            raise
         return _Asked.refused or 128 + (_Asked.by or signal.SIGTERM)
     finally:
         _Asked.stop_listening()  # there are no ranks
@@ -144,6 +146,11 @@ class Ended(BaseException):
     """The launcher received a signal while no rank was running or should be started."""
 
 
+def _is_of_an_end(error: BaseException | None) -> bool:
+    """Whether it is `Ended`, or what torch's clean-up raised after that, of things that were half begun."""
+    return error is not None and (isinstance(error, Ended) or _is_of_an_end(error.__context__))
+
+
 def _signal_group(leader: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has just exited
         os.killpg(leader, number)  # each rank has a session of its own
@@ -178,6 +185,8 @@ def _run_agent(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except (OSError, RendezvousError, DistError) as error:
+        if _is_of_an_end(error):
+            raise
         print(f"error: the nodes do not meet: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return 1
     return 0

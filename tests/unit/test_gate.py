@@ -150,6 +150,25 @@ def test_a_second_interrupt_is_no_traceback(begins, tmp_path):
     assert running.returncode == 130 and errors.startswith("interrupted") and errors.count("\n") == 1, errors
 
 
+@pytest.mark.parametrize("kind", ["RuntimeError", "OSError"])
+def test_what_clean_up_raises_after_a_signal_is_no_traceback(kind, tmp_path):
+    body = f"""
+        from torch.distributed.launcher import api
+        def launch_half(*_):
+            def start(*_):
+                try:
+                    os.kill(os.getpid(), signal.SIGTERM)  # as a thread is about to start
+                    time.sleep(5)
+                finally:
+                    raise {kind}("cannot join thread before it is started")
+            return start
+        api.elastic_launch = launch_half
+        sys.exit(launch.main(["--standalone", "--nproc-per-node", "1", "script"]))
+    """
+    running = program(body, tmp_path)
+    assert running.communicate(timeout=60) == ("", "") and running.returncode == 143
+
+
 def test_ranks_go_ahead_where_a_core_is_left_and_each_has_a_gpu(monkeypatch):
     monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(launching.device, "visible_gpus", lambda: 0)
