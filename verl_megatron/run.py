@@ -41,7 +41,7 @@ from verl_megatron.residency import Residency
 from verl_megatron.rewards.plan import is_routed
 from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
 from verl_megatron.roles.compute import rollout_dtype
-from verl_megatron.roles.engine import EngineOptions
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.roles.role import Role, Training, make_role
 from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.rollout.adaptive import add_shares, parse_table
@@ -278,18 +278,20 @@ class _Models:
         specs = models_of(config)
         self.engine: RolloutEngine | None = None
         self.sync: WeightSync | None = None
+        self.roles: dict[str, Role] = {}
         if is_separate(config):
-            actor = self._make_role(specs[0])
+            self._make_role(specs[0])
         else:
-            actor = self._make_colocated(specs[0], arch)
-        self.roles = {"actor": actor} | {spec.name: self._make_role(spec) for spec in specs[1:]}
+            self._make_colocated(specs[0], arch)
+        for spec in specs[1:]:
+            self._make_role(spec)
         self.trainable = [self.roles[spec.name] for spec in specs if spec.trainable]
         if self.sync is not None and self.engine is not None:
             with self.clock.phase("reshard"):
                 self.sync.attach(self.engine)
 
-    def _make_colocated(self, spec: ModelSpec, arch: Architecture) -> Role:
-        """Build engine, actor and the weight sync between them; return the actor."""
+    def _make_colocated(self, spec: ModelSpec, arch: Architecture) -> None:
+        """Build engine, actor and the weight sync between them."""
         config, world = self.config, self.world
         serving = Layout.parse(f"tp{config.rollout.tp}", ranks=world.ranks)
         self._train, self._rollout = place(
@@ -297,13 +299,10 @@ class _Models:
         )
         if config.reshard.mode == "keep":
             self.engine = self._make_engine()
-            actor = self._make_role(spec)
-            self.sync = self._make_sync(actor)
+            self.sync = self._make_sync(self._make_role(spec))
         else:
-            actor = self._make_role(spec)
-            self.sync = self._make_sync(actor)
+            self.sync = self._make_sync(self._make_role(spec))
             self.engine = self._make_engine(self.sync.shared_weights)
-        return actor
 
     def _make_role(self, spec: ModelSpec) -> Role:
         config, layout = self.config, layout_of(spec.model, self.world.size)
@@ -317,6 +316,7 @@ class _Models:
             progress=self._progress,
             fp8_weights_by=spec.fp8_weights_by,
             steps_only=config.reshard.offload == "steps",
+            same_weights=self._same_weights(spec, layout),
         )
         with self.clock.phase(spec.name):
             role = make_role(
@@ -329,7 +329,13 @@ class _Models:
             )
             role.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
             role.engine.wait_offload()
+        self.roles[spec.name] = role
         return role
+
+    def _same_weights(self, spec: ModelSpec, layout: Layout) -> Engine | None:
+        """Return the actor's engine for a model of the same files and layout."""
+        is_same = layout == self._train and spec.model.path == self.config.actor.path
+        return self.roles["actor"].engine if is_same and "actor" in self.roles else None
 
     def _training(self, spec: ModelSpec, layout: Layout) -> Training:
         data, algorithm = self.config.data, self.config.algorithm

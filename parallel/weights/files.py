@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn import Parameter
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
@@ -22,7 +21,7 @@ from parallel.weights.json_files import (
     shown_key,
 )
 from parallel.weights.remote.arriving import arriving, stored
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.shard import Block
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -164,7 +163,7 @@ class CheckpointFolder:
             "unknown": list(map(shown_key, extra)),
             "quantised (convert them to bfloat16)": quantised,
         }
-        if problems := [f"{kind}: {_listed(names)}" for kind, names in by_kind.items() if names]:
+        if problems := [f"{kind}: {listed(names)}" for kind, names in by_kind.items() if names]:
             raise ValueError(
                 f"the weights in {self.path} do not belong to its config.json:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
@@ -200,60 +199,6 @@ def has_weights(folder: str | Path) -> bool:
     return any(stored(Path(folder) / name).exists() for name in (SINGLE, INDEX))
 
 
-def load_parameters(
-    folder: CheckpointFolder,
-    parameters: Sequence[ShardedParameter],
-    tensors: Mapping[tuple[int, str], Tensor],
-) -> list[str]:
-    """Load a rank's parts of the folder into `tensors`, in place; padding becomes zero.
-
-    Args:
-        tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape. Quantized
-            ones are first put together in the dtype that they stand for, one at a time.
-
-    Returns:
-        Names of the value head's parameters that the folder lacks; their values are unchanged.
-
-    Raises:
-        ValueError: the folder lacks another tensor, or a tensor is smaller than its parameter needs.
-    """
-    needed = {block.tensor for parameter in parameters for block in parameter.blocks}
-    absent = needed - folder.names
-    if missing := sorted(name for name in absent if not name.startswith(VALUE_HEAD)):
-        raise ValueError(
-            f"{folder.path} lacks tensors of the model that its config.json describes: {_listed(missing)}"
-        )
-    left = []
-    blocks = [block for parameter in parameters for block in parameter.blocks]
-    folder.announce((block.tensor, *block.rows) for block in blocks)
-    with torch.no_grad():
-        for parameter in parameters:
-            if any(block.tensor in absent for block in parameter.blocks):
-                left.append(parameter.name)
-                continue
-            tensor = tensors[parameter.chunk, parameter.name]
-            assert tensor.shape == parameter.shape, (
-                f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
-            )
-            _fill(tensor, parameter, folder)
-    return left
-
-
-def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
-    if type(tensor) not in (Tensor, Parameter):  # quantized, with scales of many elements
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        _fill(whole, parameter, folder)
-        tensor.copy_(whole)
-        return
-    matrix = tensor.view(tensor.shape[0], prod(tensor.shape[1:]))
-    covered = sum((b.rows[1] - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in parameter.blocks)
-    if covered < matrix.numel():
-        matrix.zero_()
-    for block in parameter.blocks:
-        part = folder.read(block, tensor.dtype)
-        matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]].copy_(part)
-
-
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor from the index; empty for a single file, which has no index."""
     if stored(folder / SINGLE).is_file():
@@ -263,9 +208,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(
             file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
         )
-        hint = (
-            f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
-        )
+        hint = f" (found {listed(others)}: save the model with transformers as safetensors)" if others else ""
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -275,12 +218,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     files = sorted(set(weight_map.values()))
     if wrong := [short_repr(name) for name in files if not is_file_name(name, SUFFIX)]:
         raise ValueError(
-            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one,"
+            f"{path} names {listed(wrong)}: only safetensors files of its own folder are read; name one,"
             " without a folder"
         )
     if missing := [name for name in files if not stored(folder / name).is_file()]:
         raise ValueError(
-            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from"
+            f"{folder} lacks weight files that its index names: {listed(missing)}; copy them again from"
             " their source"
         )
     return weight_map
@@ -295,7 +238,7 @@ def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str,
         f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in stored[name]
     ]:
         raise ValueError(
-            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from"
+            f"{path} names tensors that their files do not hold: {listed(wrong)}; copy the folder again from"
             " its source"
         )
     if stray := [
@@ -306,7 +249,7 @@ def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str,
     ]:
         raise ValueError(
             f"{path} leaves out tensors that its files hold, or names another file for them:"
-            f" {_listed(stray)}; copy the folder again from its source"
+            f" {listed(stray)}; copy the folder again from its source"
         )
 
 
@@ -379,5 +322,6 @@ def _mismatch(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> st
     return f"{name} is {list(stored)} and config.json describes {list(wanted)}{reason}"
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Join names, the first ones of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from parallel.layout import Layout
-from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.loading import load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import Block
 from parallel.weights.writing import carry_files, write_index, write_safetensors

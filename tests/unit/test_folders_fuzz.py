@@ -13,7 +13,8 @@ import transformers
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
 from parallel.weights.config_keys import FIXED, HARMLESS, LENGTHS, OF_THE_HEAD
-from parallel.weights.files import INDEX, CheckpointFolder, load_parameters
+from parallel.weights.files import INDEX, CheckpointFolder
+from parallel.weights.loading import load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from tests.tiny import FAMILIES, make_hf
 from tests.unit.test_files import ARCH, random_tensors, write_folder

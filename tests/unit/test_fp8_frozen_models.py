@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from parallel.layout import Layout
-from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.loading import load_parameters
 from parallel.weights.rules import megatron_parameters
 from tests.job_files import write_job
 from tests.planned import H200, run_config, run_of

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture, read_config
-from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.loading import load_parameters
 from parallel.weights.rules import megatron_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter

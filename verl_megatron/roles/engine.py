@@ -17,7 +17,8 @@ from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture, read_config
-from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.loading import copy_same, load_parameters
 from parallel.weights.row_shards import row_shards
 from parallel.weights.rules import Head, megatron_shards
 from parallel.weights.shard import Shards
@@ -57,6 +58,7 @@ class EngineOptions:
     critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
     fp8_weights_by: str = ""  # as of `ModelSpec`
     steps_only: bool = False  # optimizer state is on the GPU during optimizer steps only
+    same_weights: "Engine | None" = None  # untrained, of the same folder and layout: they are copied
 
 
 class Engine:
@@ -105,12 +107,20 @@ class Engine:
             f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
         )
         if folder is not None:
-            with CheckpointFolder(folder) as files:
-                new = load_parameters(files, self.parameters, self.tensors)
-            if new and head == "sequence":
-                self._initialize_score(options.seed)
+            self._load(folder, options)
         if self.value_head is not None and groups.is_last_stage:
             self._prepare_value_head(self.value_head)
+
+    def _load(self, folder: str, options: EngineOptions) -> None:
+        """Copy the weights that another engine has of the folder, and read the others."""
+        absent, new = self.parameters, []
+        if other := options.same_weights:
+            absent = copy_same(self.parameters, self.tensors, other.parameters, other.tensors)
+        if absent:
+            with CheckpointFolder(folder) as files:
+                new = load_parameters(files, absent, self.tensors)
+        if new and self.head == "sequence":
+            self._initialize_score(options.seed)
 
     def _initialize_score(self, seed: int) -> None:
         """Draw the weights of a new score head, the same under every layout.

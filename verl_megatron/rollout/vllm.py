@@ -52,7 +52,8 @@ class Colocation:
     # them, and gpu_memory_utilization excludes them. Parameters without a tensor are random until the trainer
     # writes them: no weights are read from files. None: weights are read.
     shared_weights: Mapping[str, Tensor] | None = None
-    # Samples that a replica has at once at most: its KV cache holds no more. None: `config.max_num_seqs`.
+    # Samples that a replica has at once at most: its KV cache and CUDA graphs are for no more.
+    # None: `config.max_num_seqs`.
     samples: int | None = None
 
 
@@ -154,7 +155,8 @@ class VLLMActor:
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
-        config, shared_weights = self.config, colocation.shared_weights or {}
+        samples = min(colocation.samples or self.config.max_num_seqs, self.config.max_num_seqs)
+        config, shared_weights = replace(self.config, max_num_seqs=samples), colocation.shared_weights or {}
         if device.is_gpu():
             options |= dict(
                 gpu_memory_utilization=config.gpu_memory_utilization,
@@ -177,7 +179,6 @@ class VLLMActor:
         if options["load_format"] == "dummy":
             is_fp8 = config.weight_dtype == "fp8"
             weights = loading.packing() if is_fp8 else loading.sharing(shared_weights)
-        samples = colocation.samples or config.max_num_seqs
         with starting(), groups, weights, no_larger_than_needed(samples, adaptive=config.dynamic_batching):
             llm = LLM(
                 model=self.model_name,

@@ -19,6 +19,11 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is optional
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",  # no usage statistics are sent
+    # Triton's usual one. Without it, Inductor names one of its own, which is not the same when vLLM loads a
+    # compiled model as when it compiles it: kernels would be compiled again.
+    "TRITON_CACHE_DIR": os.path.join(
+        os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"
+    ),
 }
 
 

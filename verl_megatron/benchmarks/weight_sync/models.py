@@ -19,7 +19,8 @@ from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.loading import load_parameters
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale

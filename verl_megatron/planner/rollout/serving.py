@@ -52,7 +52,11 @@ def vllm_working_bytes(run: PlannedRun, machine: Machine) -> float:
         * (3 * arch.intermediate_size / config.tp + 4 * arch.hidden_size)
         * run.rollout_element_bytes
     )
-    return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
+    return step + 3 * 4 * _samples_at_most(run) * arch.vocab_size
+
+
+def _samples_at_most(run: PlannedRun) -> int:
+    return samples_at_most(run.config, replicas=run.replicas, validation=None)
 
 
 def kv_cache_bytes(run: PlannedRun, machine: Machine, own: float) -> float:
@@ -65,7 +69,7 @@ def kv_cache_bytes(run: PlannedRun, machine: Machine, own: float) -> float:
     """
     config = run.config.rollout
     room = config.gpu_memory_utilization * machine.gpu_bytes - own - vllm_working_bytes(run, machine)
-    samples = samples_at_most(run.config, replicas=run.replicas, validation=None)
+    samples = _samples_at_most(run)
     if config.dynamic_batching:
         samples = ceil(samples / LOW)
     blocks = samples * (ceil((run.prompt_tokens + run.response_tokens) / BLOCK_TOKENS) + 1) + 1
