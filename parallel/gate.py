@@ -93,6 +93,16 @@ def _check(check: Callable[[], object], lock: int, parent: int) -> None:
         os._exit(status)  # nothing of the process that was forked goes on here
 
 
+def may_go_ahead(ranks: int, *, forked: bool) -> bool:
+    """Whether ranks may start before the checks pass: a core is left for these.
+
+    Args:
+        forked: one process imports for all of them (`parallel.runtime.forking`).
+    """
+    importing = min(ranks, 1) if forked else ranks
+    return 0 < importing < len(os.sched_getaffinity(0))
+
+
 def is_here() -> bool:
     """Whether this process is a rank whose run has a gate."""
     return GATE in os.environ

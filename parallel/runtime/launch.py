@@ -8,7 +8,8 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 - On SIGTERM, ranks save and exit on their own; the launcher then exits with their status.
 - Ctrl-C ends the ranks with a one-line message.
 - Files that ranks leave in shared folders are removed.
-- Without GPUs, ranks of our own modules are forked from one process (`parallel.runtime.forking`).
+- Ranks of our own modules begin to import them at once. Without GPUs, they are forked from one process
+  (`parallel.runtime.forking`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from datetime import timedelta
 
 from parallel.gate import Gate
 from parallel.runtime import leftovers, process
-from parallel.runtime.forking.client import forking
+from parallel.runtime.forking.client import preparing
 from parallel.runtime.seal import TOKEN, seal, unseal
 
 OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
@@ -159,7 +160,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 def _run(arguments: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent's reports, which repeat those of the ranks
-    with forking(arguments):
+    with preparing(arguments):
         return _run_agent(arguments)
 
 

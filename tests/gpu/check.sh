@@ -53,9 +53,9 @@ export LOGS RANKS SCRATCH layout
 # those that look at a GPU's free memory alone, the others side by side where pytest-xdist is there
 stage_tests() {
   local beside=()
-  step unit_tests python -m pytest -v -p no:cacheprovider tests/unit/test_offload.py
+  LIMIT_S=$((2 * LIMIT_S)) step tests_alone python -m pytest -v -p no:cacheprovider tests/unit/test_offload.py tests/gpu -m "alone or not gpu"
   if python -c 'import xdist' 2>/dev/null; then beside=(-n 6); fi
-  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -v -p no:cacheprovider "${beside[@]}" tests/gpu
+  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -v -p no:cacheprovider "${beside[@]}" -m "not alone" tests/gpu
 }
 
 stage_toy() {

@@ -44,6 +44,7 @@ def test_shared_prompts_equal_plain_pytorch():
 
 
 @needs(1)
+@pytest.mark.alone
 def test_drafts_leave_the_distribution_as_it_is(tmp_path):
     write_sharp(tmp_path / "sharp", head_dim=64)
     write_tokenizer(tmp_path / "sharp")
@@ -53,6 +54,7 @@ def test_drafts_leave_the_distribution_as_it_is(tmp_path):
 
 
 @needs(1)
+@pytest.mark.alone
 def test_fp8_weights_are_those_that_vllm_makes(tmp_path):
     assert "all checks of fp8 weights passed" in run_world(
         "tests/distributed/fp8_weights_worker.py", 1, tmp_path, timeout=600

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process with their modules in memory are as those that are started anew."""
+"""Ranks whose modules are imported beforehand, in a fork or the same process, are as those started anew."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from parallel.runtime import process
 from parallel.runtime.forking import client
-from parallel.runtime.forking.client import ForkedRank, ForkServer
+from parallel.runtime.forking.client import ForkedRank, ForkServer, SpareRank
 from tests.processes import all_ended, eventually, is_alive
 from tests.worlds import ROOT, environment_of_ranks
 
@@ -82,12 +83,14 @@ def command_of(*arguments: str) -> list[str]:
     return [sys.executable, "-u", "-m", "rank", *arguments]
 
 
-def fork(server: ForkServer, *arguments: str, file: str = "output", **environment: str) -> ForkedRank | None:
+def fork(
+    server: ForkServer | SpareRank, *arguments: str, file: str = "output", **environment: str
+) -> ForkedRank | subprocess.Popen | None:
     """Start a rank whose output and errors go to a file."""
     output = os.open(file, OPEN)
     try:
         told = os.environ | {"RANK": "0"} | environment
-        return server.fork(command_of(*arguments), dict(told), stdout=output, stderr=output)
+        return server.rank(command_of(*arguments), dict(told), stdout=output, stderr=output)
     finally:
         os.close(output)
 
@@ -97,8 +100,8 @@ def serve(folder):
     """A function that starts a server for ranks with its arguments."""
     servers = []
 
-    def start(*arguments: str) -> ForkServer:
-        servers.append(ForkServer("rank", arguments, preloaded_by="preloading"))
+    def start(*arguments: str, kind: type = ForkServer) -> ForkServer:
+        servers.append(kind("rank", arguments, preloaded_by="preloading"))
         return servers[-1]
 
     yield start
@@ -107,23 +110,33 @@ def serve(folder):
         assert not is_alive(server._process.pid)
 
 
+@pytest.fixture(params=[ForkServer, SpareRank])
+def prepare(request, serve):
+    """As `serve`, in both ways."""
+    return partial(serve, kind=request.param)
+
+
 def seen(file: str) -> dict:
     return json.loads(Path(file).read_text())
 
 
-def test_a_forked_rank_sees_what_a_new_interpreter_sees(serve, folder):
-    server = serve("work", "a b")
-    ranks = [fork(server, "work", "a b", file=f"{rank}", RANK=f"{rank}") for rank in range(2)]
+@pytest.mark.parametrize("kind", [ForkServer, SpareRank])
+def test_a_rank_sees_what_a_new_interpreter_sees(kind, serve, folder):
+    servers = [serve("work", "a b", kind=kind) for _ in range(1 + (kind is SpareRank))]
+    ranks = [
+        fork(servers[rank % len(servers)], "work", "a b", file=f"{rank}", RANK=f"{rank}") for rank in range(2)
+    ]
     assert [rank and rank.wait(20) for rank in ranks] == [0, 0], Path("0").read_text()
     with open("new", "w") as file:
         told = os.environ | {"RANK": "0"}
         subprocess.run(command_of("work", "a b"), env=told, stdout=file, start_new_session=True, check=True)
     first, second, new = (seen(name) for name in ("0", "1", "new"))
-    assert first["loaded"] == second["loaded"] == server._process.pid
+    assert [first["loaded"], second["loaded"]] == [servers[0]._process.pid, servers[-1]._process.pid]
     assert second["environment"] == dict(os.environ) | {"RANK": "1"}
     for differs in ("drawn", "name of a file"):
         assert len({first.pop(differs), second.pop(differs), new.pop(differs)}) == 3
     assert new.pop("loaded") != first.pop("loaded") and first == new
+    assert fork(servers[0], "7") is None
 
 
 @pytest.mark.parametrize(
@@ -136,16 +149,15 @@ def test_a_forked_rank_sees_what_a_new_interpreter_sees(serve, folder):
         ("abort", -signal.SIGABRT, ""),
     ],
 )
-def test_it_ends_as_an_interpreter_ends(serve, mode, code, said):
-    rank = fork(serve(mode), mode)
+def test_it_ends_as_an_interpreter_ends(prepare, mode, code, said):
+    rank = fork(prepare(mode), mode)
     assert rank and rank.wait(20) == rank.returncode == rank.poll() == code
     assert Path("output").read_text().endswith(said)
 
 
-def test_signals_reach_it_and_its_status_tells_them(serve):
-    server = serve("wait")
+def test_signals_reach_it_and_its_status_tells_them(prepare):
     for number in (signal.SIGTERM, signal.SIGKILL):
-        rank = fork(server, "wait", file=number.name)
+        rank = fork(prepare("wait"), "wait", file=number.name)
         assert rank and eventually(lambda number=number: Path(number.name).read_text() == "waits\n")
         assert process.ranks() == [rank.pid] and rank.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
@@ -163,6 +175,31 @@ def test_ranks_go_on_without_the_server_and_no_other_is_forked(serve):
     assert rank and rank.poll() is None and fork(server, "wait") is None
     rank.send_signal(signal.SIGKILL)
     assert rank.wait(20) == -signal.SIGKILL
+
+
+def test_a_process_becomes_one_rank(serve):
+    spare = serve("wait", kind=SpareRank)
+    assert process.ranks() == []
+    rank = fork(spare, "wait")
+    assert rank and process.ranks() == [rank.pid] and fork(spare, "wait") is None
+    spare.close()
+    assert rank.poll() is None
+    rank.send_signal(signal.SIGKILL)
+    assert rank.wait(20) == -signal.SIGKILL
+
+
+def test_a_process_whose_imports_start_threads_becomes_a_rank(serve, folder):
+    more = "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()"
+    (folder / "preloading.py").write_text(PRELOAD.format(more=more))
+    rank = fork(serve("0", kind=SpareRank), "0")
+    assert rank and rank.wait(20) == 0
+
+
+@pytest.mark.parametrize("more", ["raise ImportError('not installed')", "os.kill(os.getpid(), 9)"])
+def test_a_process_that_cannot_import_becomes_no_rank(serve, more, folder, capfd):
+    (folder / "preloading.py").write_text(PRELOAD.format(more=more))
+    assert fork(serve("0", kind=SpareRank), "0") is None
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -188,12 +225,12 @@ def test_a_rank_that_the_system_gives_to_another_process_is_ended(serve, folder,
     assert all_ended([int(line) for line in Path("output").read_text().splitlines()])
 
 
-def test_ranks_that_differ_in_more_than_their_place_are_not_forked(serve):
-    server = serve("0")
+def test_ranks_that_differ_in_more_than_their_place_start_anew(prepare):
+    server = prepare("0")
     assert fork(server, "7") is None and fork(server, "0", OMP_NUM_THREADS="77") is None
     output = os.open("output", OPEN)
     without = {name: value for name, value in os.environ.items() if name != process.LAUNCHER}
-    assert server.fork(command_of("0"), without, stdout=output, stderr=output) is None
+    assert server.rank(command_of("0"), without, stdout=output, stderr=output) is None
     os.close(output)
     place = dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="1")
     assert (rank := fork(server, "0", **place)) and rank.wait(20) == 0
@@ -214,13 +251,19 @@ def test_ranks_are_forked_without_gpus_and_only_those_of_our_modules(monkeypatch
     assert not client.may_fork("verl_megatron.train")
 
 
+def test_ranks_of_torchrun_are_counted():
+    counted = client._num_ranks
+    assert counted(["--nnodes", "1", "--nproc-per-node", "4"]) == counted(["--nproc-per-node=4"]) == 4
+    assert [counted(given) for given in ([], ["--nproc-per-node"], ["--nproc-per-node", "gpu"])] == [0, 0, 0]
+
+
 # ---- the launcher ----------------------------------------------------------------------------------------
 
 LAUNCHED = """
 import sys
 from parallel.runtime import launch
 from parallel.runtime.forking import client
-client.GPUS = ()
+client.GPUS = {gpus}
 client.PRELOADED_BY["rank"] = "preloading"
 options = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
 sys.exit(launch.main([*options, "-m", "rank"]))
@@ -236,13 +279,18 @@ process.end_with_launcher()
 """
 
 
-def launch(folder: Path, body: str) -> subprocess.Popen:
+def launch(folder: Path, body: str, *, forks: bool = True) -> subprocess.Popen:
     (folder / "rank.py").write_text(SAYS + textwrap.dedent(body))
     told = environment_of_ranks()
     told.pop(process.LAUNCHER, None)
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHED], cwd=folder, env=told, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", LAUNCHED.format(gpus=() if forks else ("/dev/null",))],
+        cwd=folder,
+        env=told,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
 
 
@@ -264,10 +312,21 @@ def test_both_attempts_come_from_one_server(folder):
     assert all_ended([pid for line in lines for pid in line[:2]])
 
 
+def test_the_first_attempt_has_the_prepared_processes(folder):
+    running = launch(folder, "os.kill(os.getpid(), 9)", forks=False)
+    lines = said_by(running, 4)
+    assert all(pid == importer for pid, importer, _ in lines) and len({pid for pid, *_ in lines}) == 4
+    assert [attempt for *_, attempt in lines] == [0, 0, 1, 1]
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_a_launcher_that_is_ended(number, folder):
+def test_nothing_is_left_of_a_launcher_that_is_ended(number, forks, folder):
     saves = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ntime.sleep(600)"
-    running = launch(folder, saves)
+    running = launch(folder, saves, forks=forks)
     lines = said_by(running, 2)
     time.sleep(0.5)
     running.send_signal(number)
@@ -278,15 +337,16 @@ def test_nothing_is_left_of_a_launcher_that_is_ended(number, folder):
     assert errors.count("\n") == (number == signal.SIGINT)
 
 
-def test_a_launcher_that_is_ended_while_the_server_imports_leaves_nothing(folder):
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_launcher_that_is_ended_while_modules_are_imported_leaves_nothing(forks, folder):
     (folder / "preloading.py").write_text(
         PRELOAD.format(more="import time; print(os.getpid(), flush=True); time.sleep(600)")
     )
     for number in (signal.SIGKILL, signal.SIGTERM):
-        running = launch(folder, "")
+        running = launch(folder, "", forks=forks)
         assert running.stdout
-        server = int(running.stdout.readline())
+        importing = [int(running.stdout.readline()) for _ in range(1 if forks else 2)]
         running.send_signal(number)
         _, errors = running.communicate(timeout=60)
-        assert all_ended([server]) and errors == ""
+        assert all_ended(importing) and errors == ""
         assert running.returncode == (-number if number == signal.SIGKILL else 128 + number)

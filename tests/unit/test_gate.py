@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,20 +168,17 @@ def test_what_clean_up_raises_after_a_signal_is_no_traceback(kind, tmp_path):
     assert running.communicate(timeout=60) == ("", "") and running.returncode == 143
 
 
-def test_ranks_go_ahead_where_a_core_is_left_and_each_has_a_gpu(monkeypatch):
-    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr(launching.device, "visible_gpus", lambda: 0)
-    ahead = partial(launching.may_go_ahead, forked=False)
-    assert [ahead(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
-    monkeypatch.setattr(launching.device, "visible_gpus", lambda: 2)
-    assert [ahead(count) for count in (2, 3)] == [True, False]
-
-
-def test_forked_ranks_go_ahead_where_a_core_is_left_beside_the_one_that_imports(monkeypatch):
-    for cores in (1, 2):
-        monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        ahead = [launching.may_go_ahead(count, forked=True) for count in (0, 1, 64)]
-        assert ahead == [False, cores > 1, cores > 1]
+@pytest.mark.parametrize(
+    ("cores", "forked", "ahead"),
+    [
+        (4, False, [False, True, True, False, False]),
+        (2, True, [False, True, True, True, True]),
+        (1, True, [False, False, False, False, False]),
+    ],
+)
+def test_ranks_go_ahead_where_a_core_is_left(cores, forked, ahead, monkeypatch):
+    monkeypatch.setattr(gate.os, "sched_getaffinity", lambda _: range(cores))
+    assert [gate.may_go_ahead(count, forked=forked) for count in (0, 1, 3, 4, 64)] == ahead
 
 
 # ---- what is imported when -------------------------------------------------------------------------------

@@ -61,3 +61,16 @@ def test_a_dry_run_that_is_killed_without_a_word_is_an_error(run):
 def test_the_module_gets_arguments_that_are_named_like_the_launchers(run):
     ended = run("--check", STATUS="0", REFUSAL="")
     assert sorted(ended.stdout.splitlines()) == ["rank 0 has --check", "rank 1 has --check"], ended
+
+
+def test_ranks_do_not_wait_for_the_launcher_to_import_torch():
+    code = """
+import sys
+from parallel.runtime import launch
+from verl_megatron.launch import node
+launch.main = lambda arguments, gate: print("torch" in sys.modules) or 0
+node.main(["--nproc-per-node", "1", "-m", "verl_megatron.train", "--config-name", "ppo_toy_cpu"])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment_of_ranks(), capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -7,7 +7,7 @@ from tests.planned import run_config
 from verl_megatron.checks.settings import check_config
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable, columns_of
-from verl_megatron.launch.hosts import devices_in
+from verl_megatron.launch.merging import devices_in
 from verl_megatron.model_specs import models_apart, models_of, serving_worlds
 from verl_megatron.planner.search import configured
 

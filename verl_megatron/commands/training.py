@@ -143,7 +143,8 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch import ranks as launching
-    from verl_megatron.launch.hosts import devices_in, ranks_of_role
+    from verl_megatron.launch.hosts import ranks_of_role
+    from verl_megatron.launch.merging import devices_in
     from verl_megatron.model_specs import has_worlds, named_devices, num_ranks
 
     _check_command(training, settings, known.config or known.config_name)

@@ -1,8 +1,7 @@
 """Which ranks of which world are on which host, where a run has worlds of their own on several hosts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl_megatron.config import SCORERS, TrainerConfig
 from verl_megatron.model_specs import (
@@ -33,17 +32,6 @@ class Part:
     def is_alone(self) -> bool:
         """Whether all of the world is on this host."""
         return len(self.hosts) == 1
-
-
-def devices_in(settings: Mapping[str, Any]) -> TrainerConfig:
-    """Return the devices of a run's settings by section, which say its worlds; all else is as by default."""
-    config = TrainerConfig()
-    for name in ("rollout", "actor", "critic", *SCORERS):
-        section = settings.get(name)
-        devices = section.get("devices") if isinstance(section, dict) else None
-        if devices not in (None, ""):  # 0 is a rank
-            config.set(f"{name}.devices", str(devices))
-    return config
 
 
 def worlds_of(config: TrainerConfig) -> dict[str, range]:

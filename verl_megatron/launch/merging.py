@@ -1,10 +1,10 @@
-"""Settings of several recipes in one, and those of a command line as Hydra reads them.
+"""Settings of several recipes in one, those of a command line as Hydra reads them, and devices among them.
 
 Mappings of recipes get each other's entries, all else is replaced.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.config import SCHEMAS
+from verl_megatron.config import SCHEMAS, SCORERS, TrainerConfig
 from verl_megatron.config.rollout import sampling_table
 from verl_megatron.config.section import sections_of
 from verl_megatron.launch.recipe import TEXT, check_recipe
@@ -119,6 +119,17 @@ def _text_settings() -> dict[str, bool]:
         for name, field in values.__dataclass_fields__.items()
         if field.type in (str, list[str])
     }
+
+
+def devices_in(settings: Mapping[str, Any]) -> TrainerConfig:
+    """Return the devices of a run's settings by section, which say its worlds; all else is as by default."""
+    config = TrainerConfig()
+    for name in ("rollout", "actor", "critic", *SCORERS):
+        section = settings.get(name)
+        devices = section.get("devices") if isinstance(section, dict) else None
+        if devices not in (None, ""):  # 0 is a rank
+            config.set(f"{name}.devices", str(devices))
+    return config
 
 
 def _in_quotes(value: str) -> str:

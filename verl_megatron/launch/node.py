@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from parallel.gate import Gate
+from parallel.gate import Gate, may_go_ahead
 from parallel.runtime import process
 from parallel.runtime.forking.client import may_fork
 from parallel.runtime.refusal import NO_ROOM, REFUSED
@@ -110,7 +110,8 @@ def _run(arguments: Sequence[str]) -> int:
     gate = Gate(partial(_check, call)) if call.checks else None
     try:
         config = _worlds(call.arguments) if call.module == MODULE else None
-        if gate and (config or not _may_go_ahead(call)) and (status := gate.wait()):
+        early = not config and may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
+        if gate and not early and (status := gate.wait()):
             return status
     except ValueError:
         if gate and (status := gate.wait()):  # it has said more than this error does
@@ -125,12 +126,6 @@ def _run(arguments: Sequence[str]) -> int:
     place = list(arguments).index("-m")
     ours = [argument for argument in arguments[:place] if argument != CHECK]
     return launch.main([*ours, *arguments[place:]], gate)
-
-
-def _may_go_ahead(call: Call) -> bool:
-    from verl_megatron.launch.ranks import may_go_ahead  # slow to import: the checks do not wait for it
-
-    return may_go_ahead(call.nproc_per_node, forked=may_fork(call.module))
 
 
 def _check(call: Call) -> None:
@@ -151,13 +146,17 @@ def _check(call: Call) -> None:
 
 def _worlds(arguments: list[str]) -> "TrainerConfig | None":
     """Return the devices of a command line that starts several worlds; None for one world or --role."""
+    from verl_megatron.config import TrainerConfig
     from verl_megatron.launch.command_line import settings_of
-    from verl_megatron.launch.hosts import devices_in
-    from verl_megatron.model_specs import has_worlds
+    from verl_megatron.launch.merging import devices_in
 
     known, settings = settings_of(arguments)
     config = devices_in(settings)
-    return None if known.role or not has_worlds(config) else config
+    if known.role or config == TrainerConfig():
+        return None
+    from verl_megatron.model_specs import has_worlds  # with torch, for which other ranks do not wait
+
+    return config if has_worlds(config) else None
 
 
 if __name__ == "__main__":

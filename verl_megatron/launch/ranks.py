@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from parallel import device
-from parallel.gate import Gate
+from parallel.gate import Gate, may_go_ahead
 from parallel.runtime import launch, process
 from parallel.runtime.forking.client import may_fork
 from verl_megatron.algorithms import ALGORITHMS
@@ -106,12 +106,6 @@ def check_and_start(
     if not early and (status := gate.wait()):
         process.end(status)
     start(module, arguments, ranks=count, restarts=restarts, gate=gate)
-
-
-def may_go_ahead(ranks: int, *, forked: bool) -> bool:
-    """Whether ranks may start before the checks pass: these have a core left, and each rank has a GPU."""
-    gpus, importing = device.visible_gpus(), min(ranks, 1) if forked else ranks
-    return 0 < importing < len(os.sched_getaffinity(0)) and (not gpus or ranks <= gpus)
 
 
 def launcher_arguments(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:

@@ -324,7 +324,8 @@ class VLLMActor:
         No-op on CPUs or without `config.sleep`.
         """
         if device.is_gpu() and self.config.sleep and not self._asleep:
-            self._llm.sleep(level=2)
+            with loading.keeping_cache():
+                self._llm.sleep(level=2)
             self._asleep = set(TAGS)
 
     def has_room(self, tag: Tag) -> bool:

@@ -1,6 +1,8 @@
-"""The launcher's side of the fork server: starts it, and asks it for ranks.
+"""The launcher's side: starts processes that import the ranks' modules, and asks them for ranks.
 
-Needs only the standard library until the agent starts.
+They start at once, so that the launcher imports torch meanwhile. One process forks all ranks where that can
+work. Elsewhere, as on GPUs, each rank is a process that has imported its modules (`SpareRank`). Needs only
+the standard library until the agent starts.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from parallel.runtime.forking.server import BLANK, REQUEST
+from parallel.runtime.forking.server import BECOME, BLANK, FORK
 
 # Modules whose ranks are forked, and where the function `preload` is that imports what they import.
 PRELOADED_BY = {
@@ -43,34 +45,51 @@ def may_fork(module: str) -> bool:
     There is no GPU, standard streams are open, and imports start no threads, as OpenBLAS does of NumPy.
     """
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or "1"
+    return threads == "1" and not any(map(os.path.exists, GPUS)) and _may_prepare(module)
+
+
+def _may_prepare(module: str) -> bool:
+    """Whether a process that imports this module's ranks can become one: standard streams are open."""
     streams = (f"/proc/self/fd/{number}" for number in range(3))
-    is_alone = threads == "1" and all(map(os.path.exists, streams)) and not any(map(os.path.exists, GPUS))
-    return is_alone and module in PRELOADED_BY
+    return module in PRELOADED_BY and all(map(os.path.exists, streams))
 
 
 @contextlib.contextmanager
-def forking(arguments: Sequence[str]) -> Iterator[None]:
-    """Context in which torch's agent forks its ranks, if it can.
+def preparing(arguments: Sequence[str]) -> Iterator[None]:
+    """Context in which torch's agent gets ranks that have imported their modules, if it can.
 
     Args:
         arguments: torchrun's.
     """
     place = arguments.index("-m") if "-m" in arguments else len(arguments)
-    if not may_fork("".join(arguments[place + 1 : place + 2])):
-        yield
-        return
-    module, its_arguments = arguments[place + 1], arguments[place + 2 :]
-    server = ForkServer(module, its_arguments, preloaded_by=PRELOADED_BY[module])
+    module, its_arguments = "".join(arguments[place + 1 : place + 2]), arguments[place + 2 :]
+    prepared: list[ForkServer | SpareRank] = []
+    if may_fork(module):
+        prepared.append(ForkServer(module, its_arguments, preloaded_by=PRELOADED_BY[module]))
+    elif _may_prepare(module):
+        for _ in range(_num_ranks(arguments[:place])):
+            prepared.append(SpareRank(module, its_arguments, preloaded_by=PRELOADED_BY[module]))
     try:
-        with _asked_by_torch(server):
+        with _asked_by_torch(prepared):
             yield
     finally:
-        server.close()
+        for each in prepared:
+            each.close()
+
+
+def _num_ranks(options: Sequence[str]) -> int:
+    """Return torchrun's --nproc-per-node; 0 without a number."""
+    given = " ".join(options).replace("=", " ").split()
+    at = given.index("--nproc-per-node") + 1 if "--nproc-per-node" in given else len(given)
+    return int(number) if (number := "".join(given[at : at + 1])).isdecimal() else 0
 
 
 @contextlib.contextmanager
-def _asked_by_torch(server: "ForkServer") -> Iterator[None]:
-    """Context in which the agent's class for a rank's process asks the server: it takes no other."""
+def _asked_by_torch(prepared: "Sequence[ForkServer | SpareRank]") -> Iterator[None]:
+    """Context in which the agent's class for a rank's process asks these first: it takes no others."""
+    if not prepared:
+        yield
+        return
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     theirs = SubprocessHandler._popen
@@ -79,8 +98,10 @@ def _asked_by_torch(server: "ForkServer") -> Iterator[None]:
         stdout, stderr = (
             file.fileno() if file else usual for file, usual in ((handler._stdout, 1), (handler._stderr, 2))
         )
-        rank = server.fork(command, environment, stdout=stdout, stderr=stderr)
-        return rank or theirs(handler, tuple(command), environment)
+        for each in prepared:
+            if rank := each.rank(command, environment, stdout=stdout, stderr=stderr):
+                return rank
+        return theirs(handler, tuple(command), environment)
 
     handlers: Any = SubprocessHandler
     handlers._popen = start
@@ -90,14 +111,14 @@ def _asked_by_torch(server: "ForkServer") -> Iterator[None]:
         handlers._popen = theirs
 
 
-class ForkServer:
-    """A process that has imported what ranks of a module import, and forks them.
+class _Preloaded:
+    """A process that has imported what ranks of a module import.
 
     It has this process's environment. It must be started by the main thread, with which it ends.
 
     Args:
         module: each rank runs `python -u -m module arguments`.
-        preloaded_by: a module whose function `preload(arguments)` the server calls.
+        preloaded_by: a module whose function `preload(arguments)` the process calls.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, preloaded_by: str):
@@ -112,7 +133,38 @@ class ForkServer:
                 process_group=0,  # Ctrl-C is for the launcher; not a session, by which ranks are known
             )
 
-    def fork(
+    def _ask(
+        self, request: bytes, command: Sequence[str], environment: dict[str, str], *, stdout: int, stderr: int
+    ) -> int | None:
+        """Return the id of the process that is now the rank; None if there is none."""
+        if tuple(command) != self._command or not self._suits(environment):
+            return None
+        text = "\0".join(f"{name}={value}" for name, value in environment.items())
+        with open(os.memfd_create("environment of a rank"), "w+b") as file:
+            file.write(os.fsencode(text))
+            file.seek(0)
+            with contextlib.suppress(OSError):  # the process has ended
+                socket.send_fds(self._channel, [request], [file.fileno(), stdout, stderr])
+                if number := self._channel.recv(32):
+                    return int(number)
+        return None
+
+    def _suits(self, environment: dict[str, str]) -> bool:
+        """Whether nothing that is read at imports differs from the process's environment."""
+        changed = {name for name, _ in environment.items() ^ self._environment.items()}
+        return not any(name not in OF_A_RANK and not name.startswith(OF_TORCHRUN) for name in changed)
+
+    def close(self) -> None:
+        """End the process; ranks go on."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class ForkServer(_Preloaded):
+    """A process that has imported what ranks of a module import, and forks them."""
+
+    def rank(
         self, command: Sequence[str], environment: dict[str, str], *, stdout: int, stderr: int
     ) -> "ForkedRank | None":
         """Start a rank; None if it cannot be forked, so that it has to be started as a new interpreter.
@@ -121,28 +173,31 @@ class ForkServer:
             stdout: file descriptor.
             stderr: file descriptor.
         """
-        if tuple(command) != self._command or not self._suits(environment):
-            return None
-        text = "\0".join(f"{name}={value}" for name, value in environment.items())
-        with open(os.memfd_create("environment of a rank"), "w+b") as file:
-            file.write(os.fsencode(text))
-            file.seek(0)
-            with contextlib.suppress(OSError), adopting():  # the server has ended
-                socket.send_fds(self._channel, [REQUEST], [file.fileno(), stdout, stderr])
-                if number := self._channel.recv(32):
-                    return _adopted(int(number))
-        return None
+        with adopting():
+            number = self._ask(FORK, command, environment, stdout=stdout, stderr=stderr)
+            return None if number is None else _adopted(number)
 
-    def _suits(self, environment: dict[str, str]) -> bool:
-        """Whether nothing that is read at imports differs from the server's environment."""
-        changed = {name for name, _ in environment.items() ^ self._environment.items()}
-        return not any(name not in OF_A_RANK and not name.startswith(OF_TORCHRUN) for name in changed)
+
+class SpareRank(_Preloaded):
+    """A process that has imported what a rank of a module imports, and becomes one."""
+
+    _is_rank = False
+
+    def rank(
+        self, command: Sequence[str], environment: dict[str, str], *, stdout: int, stderr: int
+    ) -> subprocess.Popen | None:
+        """Let the process be a rank; arguments and None as of `ForkServer.rank`."""
+        if self._is_rank or self._ask(BECOME, command, environment, stdout=stdout, stderr=stderr) is None:
+            return None
+        self._is_rank = True
+        return self._process
 
     def close(self) -> None:
-        """End the server; ranks go on."""
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()
+        """End the process, unless it is a rank."""
+        if self._is_rank:
+            self._channel.close()
+        else:
+            super().close()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
-"""The fork server: `python -m parallel.runtime.forking.server SOCKET PRELOADED_BY MODULE ARGUMENTS`.
+"""The process of `python -m parallel.runtime.forking.server SOCKET PRELOADED_BY MODULE ARGUMENTS`.
 
-It calls `PRELOADED_BY.preload(ARGUMENTS)`, and then forks a rank for each request on the socket. A rank runs
-what `python -u -m MODULE ARGUMENTS` runs, in a session of its own. Its parent is the launcher, as if that had
-started it: the process between them ends at once, and the launcher adopts the rank (`adopting` in `client`).
-So the launcher alone waits for ranks and signals to them. The server ends with the launcher.
+It calls `PRELOADED_BY.preload(ARGUMENTS)`, and then either becomes a rank, or forks one for each request on
+the socket. A rank runs what `python -u -m MODULE ARGUMENTS` runs, in a session of its own. The parent of a
+forked one is the launcher, as if that had started it: the process between them ends at once, and the launcher
+adopts the rank (`adopting` in `client`). So the launcher alone waits for ranks and signals to them. The
+process ends with the launcher.
 
-It has one thread, because a fork copies only the thread that calls it. If imports start others it ends, and
-so it does if they or a fork fail; ranks then start without it.
+One that forks has one thread, because a fork copies only the thread that calls it. If imports start others it
+ends, and so it does if they or a fork fail; ranks then start without it.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from pathlib import Path
 
 from parallel.runtime import forking, process
 
-REQUEST = b"fork"  # comes with file descriptors: the rank's environment, its stdout and its stderr
+# Requests, which come with file descriptors: the rank's environment, its stdout and its stderr.
+FORK, BECOME = b"fork", b"be 1"
 BLANK = " " * 8  # RANK of the server when it starts: a place for that of a rank
 OF_ARGUMENTS = slice(45, 47)  # of /proc/PID/stat after the name: begin and end in memory, proc_pid_stat(5)
 OF_ENVIRONMENT = slice(47, 49)
@@ -41,8 +43,6 @@ def main(channel: socket.socket, preloaded_by: str, module: str, arguments: Sequ
         _preload(preloaded_by, arguments)
         sys.modules.pop(module, None)  # the rank runs it
     except BaseException:
-        os._exit(1)
-    if len(os.listdir("/proc/self/task")) > 1:
         os._exit(1)
     try:
         _serve(channel)
@@ -62,11 +62,20 @@ def _preload(by: str, arguments: Sequence[str]) -> None:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Fork ranks; return only in them."""
+    """Answer requests; return only in ranks."""
     while True:
-        request, files, _, _ = socket.recv_fds(channel, len(REQUEST), 3)
+        request, files, _, _ = socket.recv_fds(channel, len(FORK), 3)
         if not request:
             os._exit(0)
+        if request == BECOME:
+            os.setpgid(0, os.getpgid(os.getppid()))  # the leader of a group cannot have a session of its own
+            os.setsid()
+            _replace(files)
+            channel.send(b"%d" % os.getpid())
+            channel.close()
+            return
+        if len(os.listdir("/proc/self/task")) > 1:
+            os._exit(1)
         number = _fork(files)
         if number is None:
             channel.close()

@@ -1,7 +1,8 @@
-"""vLLM weights that alias external memory, and free memory for waking up."""
+"""vLLM weights that alias external memory, and PyTorch's cached memory when it wakes up and sleeps."""
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,7 @@ from verl_megatron.rollout.engine import TAGS
 _ALIGNMENT_BYTES = 16  # required by vector loads of kernels, assumed by torch.compile
 _OWN_ALIGNMENT_BYTES = 256  # as for separate allocations
 _MARGIN_BYTES = 2**28  # extra free memory for workspaces of CUDA libraries
+_EMPTYING = ((gc, "collect"), (torch.cuda, "empty_cache"), (torch.accelerator, "empty_cache"))
 
 
 @contextlib.contextmanager
@@ -193,6 +195,22 @@ def make_room(tag: str) -> bool:
     if needed_bytes is None or needed_bytes + _MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
         device.release_cached_memory()
     return needed_bytes is not None and needed_bytes + _MARGIN_BYTES <= torch.cuda.mem_get_info()[0]
+
+
+@contextlib.contextmanager
+def keeping_cache() -> Iterator[None]:
+    """Context for putting vLLM to sleep: PyTorch's cached memory stays, for training is about to use it.
+
+    vLLM would collect garbage and empty the cache; `make_room` does so if vLLM needs the memory.
+    """
+    found = [(module, name, getattr(module, name)) for module, name in _EMPTYING if hasattr(module, name)]
+    for module, name, _ in found:
+        setattr(module, name, lambda: 0)
+    try:
+        yield
+    finally:
+        for module, name, function in found:
+            setattr(module, name, function)
 
 
 def sleeping_bytes(allocations: Iterable, tag: str) -> int:
