@@ -272,7 +272,7 @@ def described(means: dict[str, float]) -> str:
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Import what ranks import, before they are forked."""
+    """Import what ranks import, before they start."""
     import verl_megatron.rollout.vllm
     import verl_megatron.run  # noqa: F401
     from verl_megatron.rollout.vllm_process import import_vllm

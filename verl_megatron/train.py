@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Import what ranks with these arguments import, before they are forked."""
+    """Import what ranks with these arguments import, before they start."""
     import verl_megatron.launch.command_line
     import verl_megatron.trainer  # noqa: F401
     from verl_megatron.rollout.vllm_process import import_vllm

@@ -227,13 +227,13 @@ def test_a_rank_that_the_system_gives_to_another_process_is_ended(serve, folder,
 
 def test_ranks_that_differ_in_more_than_their_place_start_anew(prepare):
     server = prepare("0")
-    assert fork(server, "7") is None and fork(server, "0", OMP_NUM_THREADS="77") is None
+    assert fork(server, "7") is None and fork(prepare("0"), "0", OMP_NUM_THREADS="77") is None
     output = os.open("output", OPEN)
     without = {name: value for name, value in os.environ.items() if name != process.LAUNCHER}
-    assert server.rank(command_of("0"), without, stdout=output, stderr=output) is None
+    assert prepare("0").rank(command_of("0"), without, stdout=output, stderr=output) is None
     os.close(output)
     place = dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="1")
-    assert (rank := fork(server, "0", **place)) and rank.wait(20) == 0
+    assert (rank := fork(prepare("0"), "0", **place)) and rank.wait(20) == 0
 
 
 def test_a_module_of_ours_has_what_preloads_it():
@@ -350,3 +350,15 @@ def test_a_launcher_that_is_ended_while_modules_are_imported_leaves_nothing(fork
         _, errors = running.communicate(timeout=60)
         assert all_ended(importing) and errors == ""
         assert running.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_signal_while_a_process_becomes_a_rank_ends_it(folder):
+    wait = "import sys, time, types; wait = lambda: print('becomes', flush=True) or time.sleep(1); "
+    wait += "sys.modules['numpy'] = types.SimpleNamespace(random=types.SimpleNamespace(seed=wait))"
+    (folder / "preloading.py").write_text(PRELOAD.format(more=wait))
+    running = launch(folder, "print('runs', flush=True)\ntime.sleep(600)", forks=False)
+    assert running.stdout and running.stdout.readline() == "becomes\n"
+    running.send_signal(signal.SIGTERM)
+    output, _ = running.communicate(timeout=60)
+    assert output.count("runs") <= 1, "the second one may, until the agent sees that the first has ended"
+    assert running.returncode == 128 + signal.SIGTERM

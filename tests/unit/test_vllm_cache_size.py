@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.planned import H200, run_config, run_of
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import samples_at_most
 from verl_megatron.planner.rollout.serving import BLOCK_TOKENS, kv_bytes_per_token, kv_cache_bytes
+from verl_megatron.rollout.vllm import _limited
 from verl_megatron.rollout.vllm_cache import no_larger_than_needed
 
 abstract = pytest.importorskip("vllm.v1.executor.abstract")
@@ -105,3 +106,11 @@ def test_a_plan_counts_the_same_bytes(samples, tokens, adaptive):
 def test_the_cache_is_never_larger_than_the_memory():
     with no_larger_than_needed(10_000, adaptive=False):
         assert Executor({"0": Spec(16, 1 << 20)}, 4096).determine_available_memory() == [8 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("setting", "samples", "most"),
+    [(256, None, 256), (256, 48, 64), (256, 64, 64), (256, 1, 1), (256, 300, 256), (100, 90, 100)],
+)
+def test_an_engine_captures_graphs_for_few_numbers_of_samples(setting, samples, most):
+    assert _limited(RolloutConfig(max_num_seqs=setting), samples=samples).max_num_seqs == most

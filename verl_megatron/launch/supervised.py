@@ -18,7 +18,7 @@ def run_supervised(schema: type[SupervisedConfig]) -> None:
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Import what ranks import, before they are forked."""
+    """Import what ranks import, before they start."""
     import verl_megatron.launch.command_line
     import verl_megatron.supervised.trainer  # noqa: F401
     from verl_megatron.data.tokenizer import import_transformers

@@ -14,9 +14,9 @@ class StartClock:
     """Seconds of the stages of a start.
 
     For a rank of the launcher, `launch` is the time from the launcher's start to its own, and `imports` the
-    time from there until the clock is made. Imports of a forked rank begin in its server. Other stages are
-    contexts. A recipe's shell, which becomes the launcher, may have done other work before; ranks that are
-    started again were not waited for.
+    time from there until the clock is made. A rank may be a process, or a fork of one, that has begun to
+    import before (`parallel.runtime.forking`). Other stages are contexts. A recipe's shell, which becomes the
+    launcher, may have done other work before; ranks that are started again were not waited for.
     """
 
     def __init__(self):

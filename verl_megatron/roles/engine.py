@@ -58,7 +58,7 @@ class EngineOptions:
     critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
     fp8_weights_by: str = ""  # as of `ModelSpec`
     steps_only: bool = False  # optimizer state is on the GPU during optimizer steps only
-    same_weights: "Engine | None" = None  # untrained, of the same folder and layout: they are copied
+    same_weights: "Engine | None" = None  # not trained yet, of this folder and layout
 
 
 class Engine:

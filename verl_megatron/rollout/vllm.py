@@ -52,8 +52,8 @@ class Colocation:
     # them, and gpu_memory_utilization excludes them. Parameters without a tensor are random until the trainer
     # writes them: no weights are read from files. None: weights are read.
     shared_weights: Mapping[str, Tensor] | None = None
-    # Samples that a replica has at once at most: its KV cache and CUDA graphs are for no more.
-    # None: `config.max_num_seqs`.
+    # Samples that a replica has at once at most: its KV cache holds no more, and its CUDA graphs are for no
+    # more than the next power of two. None: `config.max_num_seqs`.
     samples: int | None = None
 
 
@@ -98,7 +98,8 @@ class VLLMActor:
         dummy = colocation is not None and colocation.shared_weights is not None
         self.model_name = local_folder(str(model_name), whole=not dummy)
         self.tp, self.seed = tensor_parallel_size, seed
-        self.config, colocation = config or RolloutConfig(), colocation or Colocation()
+        colocation = colocation or Colocation()
+        self.config = _limited(config or RolloutConfig(), samples=colocation.samples)
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world and not dist.is_initialized():
             device.initialize()
@@ -155,8 +156,7 @@ class VLLMActor:
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
-        samples = min(colocation.samples or self.config.max_num_seqs, self.config.max_num_seqs)
-        config, shared_weights = replace(self.config, max_num_seqs=samples), colocation.shared_weights or {}
+        config, shared_weights = self.config, colocation.shared_weights or {}
         if device.is_gpu():
             options |= dict(
                 gpu_memory_utilization=config.gpu_memory_utilization,
@@ -179,6 +179,7 @@ class VLLMActor:
         if options["load_format"] == "dummy":
             is_fp8 = config.weight_dtype == "fp8"
             weights = loading.packing() if is_fp8 else loading.sharing(shared_weights)
+        samples = min(colocation.samples or config.max_num_seqs, config.max_num_seqs)
         with starting(), groups, weights, no_larger_than_needed(samples, adaptive=config.dynamic_batching):
             llm = LLM(
                 model=self.model_name,
@@ -381,6 +382,15 @@ class VLLMActor:
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
                 yield
+
+
+def _limited(config: RolloutConfig, *, samples: int | None) -> RolloutConfig:
+    """Return the settings for at most the next power of two of `samples`.
+
+    vLLM compiles the model anew for another number of CUDA graphs, which follows from `max_num_seqs`.
+    """
+    most = 2 ** ((samples or config.max_num_seqs) - 1).bit_length()
+    return replace(config, max_num_seqs=min(most, config.max_num_seqs))
 
 
 def _parameters(llm) -> dict[str, Tensor]:

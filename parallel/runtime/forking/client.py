@@ -18,7 +18,7 @@ from typing import Any
 
 from parallel.runtime.forking.server import BECOME, BLANK, FORK
 
-# Modules whose ranks are forked, and where the function `preload` is that imports what they import.
+# Modules whose ranks are prepared, and where the function `preload` is that imports what they import.
 PRELOADED_BY = {
     "verl_megatron.train": "verl_megatron.train",
     "verl_megatron.sft": "verl_megatron.launch.supervised",
@@ -63,13 +63,13 @@ def preparing(arguments: Sequence[str]) -> Iterator[None]:
     """
     place = arguments.index("-m") if "-m" in arguments else len(arguments)
     module, its_arguments = "".join(arguments[place + 1 : place + 2]), arguments[place + 2 :]
+    kind, count = ForkServer, 1
+    if not may_fork(module):
+        kind, count = SpareRank, _num_ranks(arguments[:place]) if _may_prepare(module) else 0
     prepared: list[ForkServer | SpareRank] = []
-    if may_fork(module):
-        prepared.append(ForkServer(module, its_arguments, preloaded_by=PRELOADED_BY[module]))
-    elif _may_prepare(module):
-        for _ in range(_num_ranks(arguments[:place])):
-            prepared.append(SpareRank(module, its_arguments, preloaded_by=PRELOADED_BY[module]))
     try:
+        for _ in range(count):
+            prepared.append(kind(module, its_arguments, preloaded_by=PRELOADED_BY[module]))
         with _asked_by_torch(prepared):
             yield
     finally:
@@ -181,19 +181,23 @@ class ForkServer(_Preloaded):
 class SpareRank(_Preloaded):
     """A process that has imported what a rank of a module imports, and becomes one."""
 
-    _is_rank = False
+    _is_rank = _is_closed = False
 
     def rank(
         self, command: Sequence[str], environment: dict[str, str], *, stdout: int, stderr: int
     ) -> subprocess.Popen | None:
-        """Let the process be a rank; arguments and None as of `ForkServer.rank`."""
-        if self._is_rank or self._ask(BECOME, command, environment, stdout=stdout, stderr=stderr) is None:
+        """Let the process be a rank; arguments and None as of `ForkServer.rank`. One that cannot is ended."""
+        if self._is_rank or self._is_closed:
             return None
-        self._is_rank = True
-        return self._process
+        self._is_rank = self._ask(BECOME, command, environment, stdout=stdout, stderr=stderr) is not None
+        if self._is_rank:
+            return self._process
+        self.close()
+        return None
 
     def close(self) -> None:
         """End the process, unless it is a rank."""
+        self._is_closed = True
         if self._is_rank:
             self._channel.close()
         else:
@@ -216,7 +220,8 @@ def _adopted(number: int) -> "ForkedRank | None":
     try:
         rank.poll()
     except ChildProcessError:  # this system gave it to another process
-        os.kill(number, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
         return None
     return rank
 

@@ -28,7 +28,7 @@ from parallel.runtime import forking, process
 
 # Requests, which come with file descriptors: the rank's environment, its stdout and its stderr.
 FORK, BECOME = b"fork", b"be 1"
-BLANK = " " * 8  # RANK of the server when it starts: a place for that of a rank
+BLANK = " " * 8  # RANK when the process starts: a place for that of a rank
 OF_ARGUMENTS = slice(45, 47)  # of /proc/PID/stat after the name: begin and end in memory, proc_pid_stat(5)
 OF_ENVIRONMENT = slice(47, 49)
 
@@ -68,11 +68,7 @@ def _serve(channel: socket.socket) -> None:
         if not request:
             os._exit(0)
         if request == BECOME:
-            os.setpgid(0, os.getpgid(os.getppid()))  # the leader of a group cannot have a session of its own
-            os.setsid()
-            _replace(files)
-            channel.send(b"%d" % os.getpid())
-            channel.close()
+            _become(channel, files)
             return
         if len(os.listdir("/proc/self/task")) > 1:
             os._exit(1)
@@ -85,6 +81,22 @@ def _serve(channel: socket.socket) -> None:
         for file in files:
             os.close(file)
         channel.send(number)
+
+
+def _become(channel: socket.socket, files: Sequence[int]) -> None:
+    """Be the launcher's rank from here on. A SIGTERM that comes meanwhile ends the rank once it is known."""
+    asked: list[int] = []
+    ends = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # until it has left the group of the launcher
+    os.setpgid(0, os.getpgid(os.getppid()))  # the leader of a group cannot have a session of its own
+    os.setsid()
+    signal.signal(signal.SIGINT, interrupts)
+    _replace(files)
+    channel.send(b"%d" % os.getpid())
+    channel.close()
+    signal.signal(signal.SIGTERM, ends)
+    for number in asked:
+        os.kill(os.getpid(), number)
 
 
 def _fork(files: Sequence[int]) -> bytes | None:

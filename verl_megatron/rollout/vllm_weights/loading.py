@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import accumulate
 from typing import Any
@@ -16,7 +15,6 @@ from verl_megatron.rollout.engine import TAGS
 _ALIGNMENT_BYTES = 16  # required by vector loads of kernels, assumed by torch.compile
 _OWN_ALIGNMENT_BYTES = 256  # as for separate allocations
 _MARGIN_BYTES = 2**28  # extra free memory for workspaces of CUDA libraries
-_EMPTYING = ((gc, "collect"), (torch.cuda, "empty_cache"), (torch.accelerator, "empty_cache"))
 
 
 @contextlib.contextmanager
@@ -201,16 +199,17 @@ def make_room(tag: str) -> bool:
 def keeping_cache() -> Iterator[None]:
     """Context for putting vLLM to sleep: PyTorch's cached memory stays, for training is about to use it.
 
-    vLLM would collect garbage and empty the cache; `make_room` does so if vLLM needs the memory.
+    vLLM would empty the cache; `make_room` does so where vLLM needs the memory to wake up.
     """
-    found = [(module, name, getattr(module, name)) for module, name in _EMPTYING if hasattr(module, name)]
-    for module, name, _ in found:
-        setattr(module, name, lambda: 0)
+    emptying: tuple[Any, ...] = (torch.cuda, torch.accelerator)
+    found = [(module, module.empty_cache) for module in emptying]
+    for module, _ in found:
+        module.empty_cache = lambda: None
     try:
         yield
     finally:
-        for module, name, function in found:
-            setattr(module, name, function)
+        for module, function in found:
+            module.empty_cache = function
 
 
 def sleeping_bytes(allocations: Iterable, tag: str) -> int:
