@@ -1,5 +1,6 @@
 """`verl-megatron doctor`: packages and GPUs in planted states, the data's keys, and a real run here."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -56,6 +57,27 @@ def test_the_pair_that_does_not_go_together(case, monkeypatch, changed, pair):
 
 
 CHECK = versions.check_versions
+
+
+def test_bytecode_that_is_there_or_never_will_be(case, tmp_path, monkeypatch):
+    file = tmp_path / "torch" / "__init__.py"
+    file.parent.mkdir()
+    file.write_text("")
+    spec = importlib.util.spec_from_file_location("torch", file)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", False)
+    assert only(packages.check_compiled, case).found == "that of torch will be written at the first start"
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", True)
+    each = only(packages.check_compiled, case)
+    assert each.status == "warning" and "none of torch" in each.found and "PYTHONDONTWRITE" in each.found
+    command = [sys.executable, *each.remedy.split()[1:]]
+    subprocess.run(command, check=True)
+    assert command[-1] == str(tmp_path)
+    assert only(packages.check_compiled, case).status == "ok"
+    monkeypatch.setattr(packages.os.path, "exists", lambda _: False)
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(packages.os, "access", lambda *_: False)
+    assert "read-only" in only(packages.check_compiled, case).found
 
 
 def test_kernels_without_gpus_are_not_checked(case):

@@ -16,6 +16,7 @@ from verl_megatron.doctor.limits import (
 from verl_megatron.doctor.nccl import check_nccl_environment
 from verl_megatron.doctor.network import check_hostname, check_port
 from verl_megatron.doctor.packages import (
+    check_compiled,
     check_flash_attention,
     check_import,
     check_packages,
@@ -32,6 +33,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "Packages": (
         check_python,
         check_packages,
+        check_compiled,
         check_import,
         check_transformer_engine,
         check_flash_attention,

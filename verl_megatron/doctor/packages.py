@@ -1,16 +1,19 @@
 """Checks of Python and packages: versions, which pair does not go together, and what is optional."""
 
 import importlib.util
+import os
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.versions import TESTED, check_versions, installed, versions_here
 from verl_megatron.doctor.finding import NO_GPU, PROBE_S, Case, Finding, ask, last_line
 
 NEEDED = ("torch", "megatron-core", "transformers")  # and vLLM, under one of two names
+LARGE = ("torch", "transformers", "vllm")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -42,6 +45,29 @@ def check_packages(case: Case) -> Iterator[Finding]:
         found=f"{reason} (found {shown})",
         why=f"a run refuses to start, because imports or weight transfers would fail later{supervised}",
         remedy=f"bash tools/install.sh, or install what is tested: {remedy.removeprefix('tested are ')}",
+    )
+
+
+def check_compiled(case: Case) -> Iterator[Finding]:
+    """Whether Python finds the bytecode of large packages; pip writes it, uv and some images do not."""
+    specs = {name: importlib.util.find_spec(name) for name in LARGE}
+    files = {name: Path(spec.origin) for name, spec in specs.items() if spec and spec.origin}
+    absent = [
+        name for name, file in files.items() if not os.path.exists(importlib.util.cache_from_source(file))
+    ]
+    never = [name for name in absent if sys.dont_write_bytecode or not os.access(files[name].parent, os.W_OK)]
+    if not never:
+        later = f"that of {', '.join(absent)} will be written at the first start"
+        there = f"that of {', '.join(files)} is there"
+        yield Finding(check="bytecode", status="ok", found=later if absent else there)
+        return
+    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "its folder is read-only"
+    yield Finding(
+        check="bytecode",
+        status="warning",
+        found=f"there is none of {', '.join(never)}, and Python writes none: {reason}",
+        why="each start compiles thousands of modules anew, which takes many seconds",
+        remedy=f"python -m compileall -q {files[never[0]].parents[1]}",
     )
 
 
