@@ -75,6 +75,11 @@ class CheckpointFolder:
             file.__exit__(*error)
 
     @property
+    def is_arriving(self) -> bool:
+        """Whether weights are fetched from a URL as they are read."""
+        return bool(self._arriving)
+
+    @property
     def names(self) -> set[str]:
         return set(self._file_of)
 

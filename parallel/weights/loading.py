@@ -1,26 +1,37 @@
 """Weights of a rank's parameters, read from a Hugging Face folder or copied from another model."""
 
+import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from parallel import device
 from parallel.weights.files import VALUE_HEAD, CheckpointFolder, listed
 from parallel.weights.shard import ShardedParameter
+
+READERS = 4  # threads of a rank that read weights for a GPU
+PIECE_BYTES = 1 << 25  # of a copy to it
 
 
 def load_parameters(
     folder: CheckpointFolder,
     parameters: Sequence[ShardedParameter],
     tensors: Mapping[tuple[int, str], Tensor],
+    *,
+    readers: int | None = None,
 ) -> list[str]:
     """Load a rank's parts of the folder into `tensors`, in place; padding becomes zero.
 
     Args:
         tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape. Quantized
             ones are first put together in the dtype that they stand for, one at a time.
+        readers: threads that read at the same time; None: several on a GPU, whose link they keep busy.
 
     Returns:
         Names of the value head's parameters that the folder lacks; their values are unchanged.
@@ -34,19 +45,24 @@ def load_parameters(
         raise ValueError(
             f"{folder.path} lacks tensors of the model that its config.json describes: {listed(missing)}"
         )
-    left = []
     blocks = [block for parameter in parameters for block in parameter.blocks]
     folder.announce((block.tensor, *block.rows) for block in blocks)
+    left = [each.name for each in parameters if any(block.tensor in absent for block in each.blocks)]
+    present = [each for each in parameters if not any(block.tensor in absent for block in each.blocks)]
+    for parameter in present:
+        tensor = tensors[parameter.chunk, parameter.name]
+        assert tensor.shape == parameter.shape, (
+            f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
+        )
+    if readers is None:
+        readers = READERS if device.is_gpu() and not folder.is_arriving else 1
+    if readers > 1:
+        plain = [each for each in present if _is_plain(tensors[each.chunk, each.name])]
+        _Readers(readers).fill(tensors, plain, folder)
+        present = [each for each in present if not _is_plain(tensors[each.chunk, each.name])]
     with torch.no_grad():
-        for parameter in parameters:
-            if any(block.tensor in absent for block in parameter.blocks):
-                left.append(parameter.name)
-                continue
-            tensor = tensors[parameter.chunk, parameter.name]
-            assert tensor.shape == parameter.shape, (
-                f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
-            )
-            _fill(tensor, parameter, folder)
+        for parameter in present:
+            _fill(tensors[parameter.chunk, parameter.name], parameter, folder)
     return left
 
 
@@ -73,8 +89,61 @@ def copy_same(
     return absent
 
 
-def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
-    if type(tensor) not in (Tensor, Parameter):  # quantized, with scales of many elements
+class _Readers:
+    """Threads that fill tensors, each by way of host memory of its own.
+
+    For a GPU that is pinned, and each thread has a stream. Copies from the pages of files use one core, and
+    a tenth of the link.
+    """
+
+    def __init__(self, count: int):
+        self._memory = device.host_memory(count * PIECE_BYTES, self).split(PIECE_BYTES)
+
+    def fill(
+        self,
+        tensors: Mapping[tuple[int, str], Tensor],
+        parameters: Sequence[ShardedParameter],
+        folder: CheckpointFolder,
+    ) -> None:
+        """Fill the tensors of all parameters, and wait until they are there; errors as of `read`."""
+        waiting, ways = deque(parameters), [contextlib.nullcontext() for _ in self._memory]
+        if device.is_gpu():
+            streams = [torch.cuda.Stream() for _ in self._memory]
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())  # which still initializes the tensors
+            ways = list(map(torch.cuda.stream, streams))
+
+        def work(memory: Tensor, way: AbstractContextManager) -> None:
+            try:
+                with torch.no_grad(), way:
+                    while (parameter := _taken(waiting)) is not None:
+                        _fill(tensors[parameter.chunk, parameter.name], parameter, folder, memory)
+                    device.synchronize_stream()
+            finally:
+                waiting.clear()  # after an error, nothing is left to do
+
+        with ThreadPoolExecutor(len(self._memory), thread_name_prefix="weights") as threads:
+            list(threads.map(work, self._memory, ways))
+
+
+def _taken(waiting: deque[ShardedParameter]) -> ShardedParameter | None:
+    """Take the next parameter; None if other threads have taken all."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is not quantized, with scales of many elements."""
+    return type(tensor) in (Tensor, Parameter)
+
+
+def _fill(
+    tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder, memory: Tensor | None = None
+) -> None:
+    """Fill a tensor on the current stream, with `memory` by way of that."""
+    if not _is_plain(tensor):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         _fill(whole, parameter, folder)
         tensor.copy_(whole)
@@ -85,4 +154,19 @@ def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder)
         matrix.zero_()
     for block in parameter.blocks:
         part = folder.read(block, tensor.dtype)
-        matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]].copy_(part)
+        place = matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]]
+        if memory is None:
+            place.copy_(part)
+        else:
+            _copy_by_way_of(memory, part, place)
+
+
+def _copy_by_way_of(memory: Tensor, part: Tensor, place: Tensor) -> None:
+    """Copy a matrix on the CPU to its place, as many rows at once as `memory` [N] uint8 holds."""
+    held = memory.view(part.dtype)
+    rows = max(1, len(held) // part.shape[1])
+    for piece, target in zip(part.split(rows), place.split(rows)):
+        copied = held[: piece.numel()].view(piece.shape)
+        copied.copy_(piece)
+        target.copy_(copied, non_blocking=True)
+        device.synchronize_stream()  # before the memory holds the next piece

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel.layout import Layout
+from parallel.weights import loading
 from parallel.weights.files import CheckpointFolder
 from parallel.weights.loading import load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
@@ -75,17 +76,19 @@ def test_reads_rectangles(tmp_path, files):
         folder.check_shapes(hf_shapes(ARCH))
 
 
+@pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["lm", "token"])
-def test_load_parameters(tmp_path, stored, head):
+def test_load_parameters(tmp_path, stored, head, readers, monkeypatch):
     """Each rank's parameters against the whole tensors; padding rows of the vocabulary become zero."""
+    monkeypatch.setattr(loading, "PIECE_BYTES", 256)  # 4 rows
     tensors = random_tensors(head=head, dtype=stored)
     folder = CheckpointFolder(write_folder(tmp_path / "model", tensors))
     layout = Layout(tp=2, pp=2, ranks=(0, 1, 2, 3))
     for rank in layout.ranks:
         parameters = megatron_parameters(ARCH, layout, rank, spec="local", head=head)
         held = {(p.chunk, p.name): torch.full(p.shape, torch.nan, requires_grad=True) for p in parameters}
-        assert load_parameters(folder, parameters, held) == []
+        assert load_parameters(folder, parameters, held, readers=readers) == []
         for p in parameters:
             expected = torch.zeros(p.shape).view(p.shape[0], -1)
             for b in p.blocks:
@@ -290,7 +293,8 @@ def test_tensors_that_nothing_uses_are_accepted(tmp_path):
     folder.check_shapes(hf_shapes(arch, "sequence"), optional={"score.weight"})
 
 
-def test_loading_refuses_what_is_not_there(tmp_path):
+@pytest.mark.parametrize("readers", [1, 3])
+def test_loading_refuses_what_is_not_there(tmp_path, readers):
     tensors = random_tensors()
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:9].clone()
     tensors["model.layers.0.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].to(
@@ -301,7 +305,8 @@ def test_loading_refuses_what_is_not_there(tmp_path):
     parameters = {p.name: p for p in megatron_parameters(ARCH, Layout(), 0, spec="te")}
 
     def load(name):
-        load_parameters(folder, [parameters[name]], {(0, name): torch.zeros(parameters[name].shape)})
+        held = {(0, name): torch.zeros(parameters[name].shape)}
+        load_parameters(folder, [parameters[name]], held, readers=readers)
 
     with pytest.raises(
         ValueError, match=r"lacks tensors of the model that its config\.json describes: lm_head\.weight"
