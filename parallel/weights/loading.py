@@ -47,9 +47,12 @@ def load_parameters(
         )
     blocks = [block for parameter in parameters for block in parameter.blocks]
     folder.announce((block.tensor, *block.rows) for block in blocks)
-    left = [each.name for each in parameters if any(block.tensor in absent for block in each.blocks)]
-    present = [each for each in parameters if not any(block.tensor in absent for block in each.blocks)]
-    for parameter in present:
+    present, left = [], []
+    for parameter in parameters:
+        if any(block.tensor in absent for block in parameter.blocks):
+            left.append(parameter.name)
+            continue
+        present.append(parameter)
         tensor = tensors[parameter.chunk, parameter.name]
         assert tensor.shape == parameter.shape, (
             f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
