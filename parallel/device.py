@@ -260,6 +260,14 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     return memory
 
 
+def threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Return threads that use this rank's GPU: others use the first one, and make a context there."""
+    own: dict[str, Any] = {}
+    if is_gpu():
+        own = dict(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+    return ThreadPoolExecutor(count, thread_name_prefix=name, **own)
+
+
 def copy_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy CPU tensors to this rank's device, in one copy per dtype.
 

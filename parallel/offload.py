@@ -5,14 +5,14 @@ A storage is emptied and refilled in place, so tensors and all views of them rem
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from enum import Enum, auto
 from itertools import cycle
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from parallel.device import host_memory, release_cached_memory
+from parallel.device import host_memory, release_cached_memory, threads
 
 PIECE_BYTES = 64 * 2**20  # of one copy
 PIECES_QUEUED = 8  # enough to keep the link busy while Python runs other code
@@ -43,7 +43,7 @@ class Offload:
         self._dropped: list[tuple[UntypedStorage, int]] = []
         self._blocks: list[Tensor] = []
         self._streams: tuple[torch.cuda.Stream, ...] = ()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._thread = threads(1, "offload")
         self._copied: Future[torch.Event] | None = None
 
     @property

@@ -2,8 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 
@@ -31,7 +30,7 @@ def load_parameters(
     Args:
         tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape. Quantized
             ones are first put together in the dtype that they stand for, one at a time.
-        readers: threads that read at the same time; None: several on a GPU, whose link they keep busy.
+        readers: threads that read at the same time; None: several for much memory of a GPU.
 
     Returns:
         Names of the value head's parameters that the folder lacks; their values are unchanged.
@@ -57,12 +56,10 @@ def load_parameters(
         assert tensor.shape == parameter.shape, (
             f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
         )
-    if readers is None:
-        readers = READERS if device.is_gpu() and not folder.is_arriving else 1
-    if readers > 1:
-        plain = [each for each in present if _is_plain(tensors[each.chunk, each.name])]
-        _Readers(readers).fill(tensors, plain, folder)
-        present = [each for each in present if not _is_plain(tensors[each.chunk, each.name])]
+    plain = {key: tensors[key] for key in map(_key, present) if _is_plain(tensors[key])}
+    if many := _Readers.of(plain.values(), folder, count=readers):
+        many.fill(tensors, [each for each in present if _key(each) in plain], folder)
+        present = [each for each in present if _key(each) not in plain]
     with torch.no_grad():
         for parameter in present:
             _fill(tensors[parameter.chunk, parameter.name], parameter, folder)
@@ -102,6 +99,24 @@ class _Readers:
     def __init__(self, count: int):
         self._memory = device.host_memory(count * PIECE_BYTES, self).split(PIECE_BYTES)
 
+    @classmethod
+    def of(
+        cls, tensors: Collection[Tensor], folder: CheckpointFolder, *, count: int | None
+    ) -> "_Readers | None":
+        """Return readers for tensors; None if one thread does it.
+
+        Args:
+            count: as of `load_parameters`.
+        """
+        if count is None:
+            on_gpu = all(tensor.is_cuda for tensor in tensors)
+            is_much = sum(tensor.nbytes for tensor in tensors) > READERS * PIECE_BYTES
+            count = READERS if on_gpu and is_much and not folder.is_arriving else 1
+        try:
+            return cls(count) if count > 1 else None
+        except ValueError:  # the memory cannot be pinned
+            return None
+
     def fill(
         self,
         tensors: Mapping[tuple[int, str], Tensor],
@@ -117,16 +132,23 @@ class _Readers:
             ways = list(map(torch.cuda.stream, streams))
 
         def work(memory: Tensor, way: AbstractContextManager) -> None:
-            try:
-                with torch.no_grad(), way:
+            with torch.no_grad(), way:
+                try:
                     while (parameter := _taken(waiting)) is not None:
                         _fill(tensors[parameter.chunk, parameter.name], parameter, folder, memory)
+                finally:
+                    waiting.clear()  # after an error, nothing is left to do
                     device.synchronize_stream()
-            finally:
-                waiting.clear()  # after an error, nothing is left to do
 
-        with ThreadPoolExecutor(len(self._memory), thread_name_prefix="weights") as threads:
-            list(threads.map(work, self._memory, ways))
+        with device.threads(len(self._memory), "weights") as threads:
+            try:
+                list(threads.map(work, self._memory, ways))
+            finally:
+                waiting.clear()  # after Ctrl-C
+
+
+def _key(parameter: ShardedParameter) -> tuple[int, str]:
+    return parameter.chunk, parameter.name
 
 
 def _taken(waiting: deque[ShardedParameter]) -> ShardedParameter | None:
