@@ -52,7 +52,7 @@ def load_parameters(
             left.append(parameter.name)
             continue
         present.append(parameter)
-        tensor = tensors[parameter.chunk, parameter.name]
+        tensor = tensors[_key(parameter)]
         assert tensor.shape == parameter.shape, (
             f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
         )
@@ -62,7 +62,7 @@ def load_parameters(
         present = [each for each in present if _key(each) not in plain]
     with torch.no_grad():
         for parameter in present:
-            _fill(tensors[parameter.chunk, parameter.name], parameter, folder)
+            _fill(tensors[_key(parameter)], parameter, folder)
     return left
 
 
@@ -78,9 +78,9 @@ def copy_same(
         tensors: by (chunk, name), as of `load_parameters`.
         other_tensors: likewise, of the other model.
     """
-    theirs, absent = {(each.chunk, each.name): each for each in other_parameters}, []
+    theirs, absent = {_key(each): each for each in other_parameters}, []
     for parameter in parameters:
-        key = parameter.chunk, parameter.name
+        key = _key(parameter)
         if theirs.get(key) == parameter and other_tensors[key].dtype == tensors[key].dtype:
             with torch.no_grad():
                 tensors[key].copy_(other_tensors[key])
@@ -92,8 +92,8 @@ def copy_same(
 class _Readers:
     """Threads that fill tensors, each by way of host memory of its own.
 
-    For a GPU that is pinned, and each thread has a stream. Copies from the pages of files use one core, and
-    a tenth of the link.
+    For a GPU that is pinned, and each thread has a stream. One thread's copies from the pages of files use a
+    tenth of the link.
     """
 
     def __init__(self, count: int):
@@ -135,7 +135,7 @@ class _Readers:
             with torch.no_grad(), way:
                 try:
                     while (parameter := _taken(waiting)) is not None:
-                        _fill(tensors[parameter.chunk, parameter.name], parameter, folder, memory)
+                        _fill(tensors[_key(parameter)], parameter, folder, memory)
                 finally:
                     waiting.clear()  # after an error, nothing is left to do
                     device.synchronize_stream()
@@ -167,7 +167,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _fill(
     tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder, memory: Tensor | None = None
 ) -> None:
-    """Fill a tensor on the current stream, with `memory` by way of that."""
+    """Fill a tensor on the current stream, by way of `memory` if it is given."""
     if not _is_plain(tensor):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         _fill(whole, parameter, folder)

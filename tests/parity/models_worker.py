@@ -103,8 +103,10 @@ def check_logits(family: str, folder: Path, layouts) -> None:
             "options": EngineOptions(config=CONFIG, seed=1, temperature=TEMPERATURE),
         }
         mine, micro = parity.share_of(batch, layout, 64)
-        logits = logits_differ(LogitsEngine(**common), mine, micro, truth)
-        engine = Engine(**common)
+        first = LogitsEngine(**common)
+        logits = logits_differ(first, mine, micro, truth)
+        copies = replace(common["options"], same_weights=first)
+        engine = Engine(**common | {"folder": "not read", "options": copies})
         logprobs, entropy = results_differ(engine.infer(mine, micro), mine, truth)
         own = replace(mine, temperature=0.5 + mine.sample_id % 4 / 3)
         own_logprobs, own_entropy = results_differ(engine.infer(own, micro), own, truth)
