@@ -4,7 +4,6 @@ The token itself is nowhere in the store, neither in keys nor in values.
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -124,9 +123,7 @@ def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
     end = time.monotonic() + JOIN_S
     while True:
         try:
-            # torch's client prints a stack if nobody answers
-            socket.create_connection((host, port), TRY_S).close()
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
+            store = stores.connect(host, port, within_s=TRY_S)
             store.set_timeout(timedelta(seconds=JOIN_S))
             return store
         except (OSError, RuntimeError) as error:

@@ -253,14 +253,15 @@ def _meeting_point(params):
     """
     import torch.distributed as dist
 
-    from parallel.runtime.store import serve
+    from parallel.runtime.store import quiet, serve
 
     if params.max_nodes == 1:
         return dist.HashStore()
     host, _, port = params.endpoint.rpartition(":")
     if params.get_as_bool("is_host"):
         return serve(host.strip("[]"), int(port), one_host=False)
-    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=300))
+    with quiet():  # the first host may start later
+        return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=300))
 
 
 def _sealed(inner, secret: str):

@@ -6,12 +6,48 @@ import os
 import signal
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from parallel.runtime import process
 
 LOCAL = "127.0.0.1"
+SILENT = 4  # above the highest level of torch's C++ log
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's C++ code from logging: its clients print a stack for each answer that does not come.
+
+    For clients of a store that may not be served yet, or no longer. Their errors are raised all the same.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # a build of torch with another log
+        yield
+        return
+    before, level.value = level.value, SILENT
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def connect(address: str, port: int, *, within_s: float) -> dist.TCPStore:
+    """Return a client of a store, which may not be served.
+
+    Raises:
+        OSError, RuntimeError: it is not served.
+    """
+    socket.create_connection((address, port), within_s).close()  # torch's client would wait longer
+    with quiet():
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=within_s))
 
 
 def serve(address: str, port: int = 0, *, one_host: bool) -> dist.TCPStore:

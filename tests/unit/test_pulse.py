@@ -1,5 +1,6 @@
 """Signs of life over a bridge's store, and what a supervisor makes of their absence."""
 
+import threading
 import time
 
 import pytest
@@ -101,3 +102,21 @@ def test_a_supervisor_without_a_training_world_goes_on(served):
     assert not lookout.silence_of_training()
     lookout.tell_end("rollout", 0, "it has ended")
     assert lookout.look("rollout", 0) == Seen()
+
+
+def test_a_store_that_ends_while_it_is_asked_leaves_no_stack_of_torch(capfd):
+    listener = stores.listen(stores.LOCAL, 0, one_host=True)
+    port = listener.getsockname()[1]
+
+    def ends() -> None:
+        """Take both connections of a client, the second of which waits for an answer, and end."""
+        for _ in range(2):
+            listener.accept()
+        listener.close()
+
+    end = threading.Thread(target=ends)
+    end.start()
+    with pytest.raises((OSError, RuntimeError)):
+        stores.connect(stores.LOCAL, port, within_s=0.5)
+    end.join()
+    assert capfd.readouterr().err == ""

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from parallel.runtime import store as stores
 from parallel.runtime.seal import seal, unseal
 
 COME_S = 600.0  # until hosts that are waited for have started
@@ -42,10 +43,10 @@ class Board:
         end = time.monotonic() + COME_S
         while True:
             try:
-                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
+                store = stores.connect(host, port, within_s=TRY_S)
                 store.set_timeout(ANSWER_S)
                 return cls(store, token)
-            except (dist.DistError, RuntimeError) as error:
+            except (OSError, RuntimeError) as error:
                 if time.monotonic() > end:
                     raise ValueError(
                         f"MASTER_ADDR={host}, MASTER_PORT={port}: the first host does not answer there "
@@ -54,6 +55,7 @@ class Board:
                 work()
                 time.sleep(POLL_S)
 
+    @stores.quiet()
     def write(self, name: str, text: str) -> bool:
         """Write a note unless there is one of this name; return whether it has this text now.
 
@@ -66,6 +68,7 @@ class Board:
             raise BoardLostError(str(error).splitlines()[0]) from None
         return self._opened(name, found) == text
 
+    @stores.quiet()
     def read(self, name: str) -> str | None:
         """Return a note; None if there is none.
 

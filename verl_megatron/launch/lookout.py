@@ -3,14 +3,11 @@
 It ends a world that training has given up, and training if all of its ranks are silent.
 """
 
-import socket
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from parallel.bridge import GONE, LEFT, PATIENCE, SIGNS, STARTED, newest
 from parallel.pulse import Listener
+from parallel.runtime import store as stores
 from parallel.sealed_store import ROOT, SealedStore
 
 TRY_S = 1.0  # for an answer of the training world, which may be starting or ending
@@ -27,7 +24,7 @@ class Seen:
 class Lookout:
     """Looks into the store that the training world serves, while it does.
 
-    Each look has a connection of its own: torch prints a stack when the store of an older one has ended.
+    Each look has a connection of its own, because the training world may have started again.
 
     Args:
         address: HOST:PORT of the store.
@@ -47,6 +44,7 @@ class Lookout:
         """Tell training that a start of a world has ended, which it would see when the next one joins."""
         self._ask(name, start, reason)
 
+    @stores.quiet()
     def silence_of_training(self) -> float:
         """Return for how many seconds all training ranks have been silent, if that is too long; else 0.
 
@@ -73,10 +71,9 @@ class Lookout:
 
     def _store(self) -> SealedStore:
         """Connect to the store, and return it."""
-        socket.create_connection(self._place, TRY_S).close()  # the store's client would wait longer
-        client = dist.TCPStore(*self._place, is_master=False, timeout=timedelta(seconds=TRY_S))
-        return SealedStore(client, self._token, ROOT)
+        return SealedStore(stores.connect(*self._place, within_s=TRY_S), self._token, ROOT)
 
+    @stores.quiet()
     def _ask(self, name: str, start: int, reason: str) -> Seen:
         """Return what is known of a start of a world; with a reason, it is given up."""
         try:
