@@ -15,12 +15,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -237,18 +237,20 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
 
     Raises:
         ValueError: the memory cannot be pinned.
+        OSError: the system gives none.
     """
     if not is_gpu() or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
     # CUDA pins whole pages, so they are shared with nothing else.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    with ThreadPoolExecutor(cores_per_rank()) as pool:
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory, cudart = torch.frombuffer(pages, dtype=torch.uint8), cast(Any, torch.cuda.cudart())
+    with threads(cores_per_rank(), "pages") as pool:
         # The system allocates a page when it is first written to.
         list(pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank())))
-    cudart: Any = torch.cuda.cudart()
-    failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        # CUDA tells a thread's next kernel of a failure, too; these threads launch none.
+        failure = int(pool.submit(cudart.cudaHostRegister, memory.data_ptr(), num_bytes, 0).result())
     if failure:
         remedy = "set reshard.offload=none and run.async_save=false, or give the host more memory"
         raise ValueError(

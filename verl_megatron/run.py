@@ -396,4 +396,5 @@ def make_vllm(
         colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}, samples=samples),
     )
     vllm.sleep()
+    device.release_cached_memory()  # of vLLM's start, before lasting tensors come to lie in it
     return vllm

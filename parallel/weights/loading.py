@@ -112,9 +112,10 @@ class _Readers:
             on_gpu = all(tensor.is_cuda for tensor in tensors)
             is_much = sum(tensor.nbytes for tensor in tensors) > READERS * PIECE_BYTES
             count = READERS if on_gpu and is_much and not folder.is_arriving else 1
+        count = min(count, len(tensors))
         try:
             return cls(count) if count > 1 else None
-        except ValueError:  # the memory cannot be pinned
+        except (ValueError, OSError):  # there is no memory that can be pinned
             return None
 
     def fill(

@@ -172,6 +172,8 @@ def test_host_memory_is_pinned_until_its_owner_is_gone(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(host, "is_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     owners = [Offload(torch.device("cpu")) for _ in range(2)]
     memories = [host.host_memory(size, owner) for size, owner in zip((3, 9000), owners)]
     assert {memory.data_ptr(): len(memory) for memory in memories} == runtime.registered and not any(

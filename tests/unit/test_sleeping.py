@@ -1,4 +1,4 @@
-"""While vLLM goes to sleep, PyTorch keeps its cached memory."""
+"""While vLLM goes to sleep and wakes up, PyTorch keeps its cached memory."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from verl_megatron.rollout.vllm_weights.loading import keeping_cache
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_emptied_on_the_way_to_sleep(fails, monkeypatch):
+def test_nothing_is_emptied_while_vllm_goes_to_sleep_or_wakes_up(fails, monkeypatch):
     emptied = []
     for module in (torch.cuda, torch.accelerator):
         monkeypatch.setattr(module, "empty_cache", lambda name=module.__name__: emptied.append(name))

@@ -343,7 +343,8 @@ class VLLMActor:
             return
         loading.make_room(tag)
         try:
-            self._llm.wake_up(tags=[tag])
+            with loading.keeping_cache():
+                self._llm.wake_up(tags=[tag])
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise

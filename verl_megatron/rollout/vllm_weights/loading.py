@@ -181,7 +181,7 @@ def make_room(tag: str) -> bool:
     """Empty PyTorch's cache if vLLM needs the memory to wake `tag`; return whether there is enough then.
 
     The cache is not always emptied, because the trainer would have to reallocate its blocks, which takes
-    time. (Newer vLLM versions empty it at every wake-up.)
+    time.
     """
     try:
         from vllm.device_allocator import get_mem_allocator_instance
@@ -197,7 +197,7 @@ def make_room(tag: str) -> bool:
 
 @contextlib.contextmanager
 def keeping_cache() -> Iterator[None]:
-    """Context for putting vLLM to sleep: PyTorch's cached memory stays, for training is about to use it.
+    """Context for vLLM's sleep and wake-up: PyTorch's cached memory stays, for training is going to use it.
 
     vLLM would empty the cache; `make_room` does so where vLLM needs the memory to wake up.
     """
