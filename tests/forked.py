@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from parallel.device import _free_port
+from parallel.runtime.store import reserved_port
 
 PATIENCE_S = 15  # from SIGTERM to SIGKILL, once a rank has failed
 LEEWAY_S = 60  # a world ends its ranks on time, and the first one waits for the imports
@@ -98,19 +98,21 @@ def run_ranks(
         stderr: by default where stdout goes.
         timeout_s: after which all are killed.
     """
-    os.environ |= {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        **environment,
-    }
-    files = [stdout, stderr or stdout]
-    running, codes, deadline = (
-        {_fork(rank, run, arguments, files) for rank in range(nproc)},
-        [],
-        time.monotonic() + timeout_s,
-    )
+    with reserved_port() as holder:
+        os.environ |= {
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(holder.getsockname()[1]),
+            **environment,
+        }
+        files = [stdout, stderr or stdout]
+        return _codes_of({_fork(rank, run, arguments, files) for rank in range(nproc)}, timeout_s)
+
+
+def _codes_of(running: set[int], timeout_s: float) -> list[int]:
+    """Exit codes of child processes, as of `run_ranks`."""
+    codes, deadline = [], time.monotonic() + timeout_s
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child in running:

@@ -104,6 +104,17 @@ def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     raise OSError(f"no interface of this host can listen for {address}")
 
 
+def reserved_port() -> socket.socket:
+    """Return a socket that holds a free port: while it is open, only `listen` and torch's store get the port.
+
+    It never listens itself.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
+
+
 def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
     try:
         is_literal = bool(ipaddress.ip_address(address))

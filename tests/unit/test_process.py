@@ -112,6 +112,18 @@ def test_a_port_that_is_taken_is_named():
             store.listen("127.0.0.1", taken.getsockname()[1], one_host=True)
 
 
+def test_a_reserved_port_is_for_the_store_alone():
+    with store.reserved_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
+        for _ in range(2):  # also after a restart
+            listener = store.listen("127.0.0.1", port, one_host=True)
+            socket.create_connection(("127.0.0.1", port)).close()
+            listener.accept()[0].close()
+            listener.close()
+
+
 def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
     listener = store.listen("127.0.0.1", 0, one_host=True)
     port = listener.getsockname()[1]

@@ -3,7 +3,6 @@
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -72,11 +71,12 @@ def supervise(call: Call, config: TrainerConfig) -> int:
     token = _token(call)
     board = _board(call, token, asked.check)
     try:
-        bridge = _bridge(call, board, parts, asked.check)
-        environment = dict(os.environ) | {ADDRESS: bridge, TOKEN: token, PARENT: str(os.getpid())}
-        environment[process.LAUNCH] = secrets.token_hex(8)
-        own = [_World(part, call, environment) for part in parts if part.host == call.node_rank]
-        return _Supervisor(call, board, own, asked, Lookout(bridge, token)).run()
+        with stores.reserved_port() as holder:  # for training, which listens later, and again after a restart
+            bridge = _bridge(call, board, parts, holder.getsockname()[1], asked.check)
+            environment = dict(os.environ) | {ADDRESS: bridge, TOKEN: token, PARENT: str(os.getpid())}
+            environment[process.LAUNCH] = secrets.token_hex(8)
+            own = [_World(part, call, environment) for part in parts if part.host == call.node_rank]
+            return _Supervisor(call, board, own, asked, Lookout(bridge, token)).run()
     except BoardLostError as error:
         raise ValueError(
             f"host 0 does not answer at {call.endpoint[0]}:{call.endpoint[1]} ({error}); look at its output"
@@ -117,13 +117,17 @@ def _board(call: Call, token: str, work: Callable[[], None]) -> Board:
     return Board.at(host, port, token, work)
 
 
-def _bridge(call: Call, board: Board, parts: Sequence[Part], work: Callable[[], None]) -> str:
+def _bridge(call: Call, board: Board, parts: Sequence[Part], port: int, work: Callable[[], None]) -> str:
     """Return HOST:PORT where training's first rank listens for the other worlds.
 
     torchrun numbers ranks host by host in the order of the hosts' addresses.
+
+    Args:
+        port: that is free on this host.
+        work: called again and again while other hosts are waited for.
     """
     if call.nnodes == 1:
-        return f"{stores.LOCAL}:{_free_port()}"
+        return f"{stores.LOCAL}:{port}"
     training = [part.host for part in parts if part.trains]
     address_of = {}
     if call.node_rank in training:
@@ -132,14 +136,8 @@ def _bridge(call: Call, board: Board, parts: Sequence[Part], work: Callable[[], 
         address_of[host] = board.wait(f"address/{host}", f"host {host} has not come", work)
     first = min(training, key=lambda host: (address_of[host], host))
     if call.node_rank == first:
-        board.write(BRIDGE, f"{call.address}:{_free_port()}")
+        board.write(BRIDGE, f"{call.address}:{port}")
     return board.wait(BRIDGE, f"host {first} has not come", work)
-
-
-def _free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("", 0))
-        return unused.getsockname()[1]
 
 
 class _World:
