@@ -277,6 +277,12 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 os.write(1, f"{os.getpid()} {loaded.by} {attempt}\\n".encode())
 process.end_with_launcher()
 """
+# The launcher ends the other rank once one has ended: both have to say theirs first.
+BOTH_HAVE_SAID = """
+open(f"said_{attempt}_{os.environ['RANK']}", "x").close()
+while not all(os.path.exists(f"said_{attempt}_{rank}") for rank in range(2)):
+    time.sleep(0.01)
+"""
 
 
 def launch(folder: Path, body: str, *, forks: bool = True) -> subprocess.Popen:
@@ -300,7 +306,8 @@ def said_by(running: subprocess.Popen, ranks: int) -> list[list[int]]:
 
 
 def test_both_attempts_come_from_one_server(folder):
-    running = launch(folder, "time.sleep(2 if os.environ['RANK'] == '0' else 0)\nos.kill(os.getpid(), 9)")
+    end = "time.sleep(2 if os.environ['RANK'] == '0' else 0)\nos.kill(os.getpid(), 9)"
+    running = launch(folder, BOTH_HAVE_SAID + end)
     lines = said_by(running, 4)
     assert len({server for _, server, _ in lines}) == 1 and {pid for pid, *_ in lines}.isdisjoint(
         {lines[0][1]}
@@ -313,7 +320,7 @@ def test_both_attempts_come_from_one_server(folder):
 
 
 def test_the_first_attempt_has_the_prepared_processes(folder):
-    running = launch(folder, "os.kill(os.getpid(), 9)", forks=False)
+    running = launch(folder, BOTH_HAVE_SAID + "os.kill(os.getpid(), 9)", forks=False)
     lines = said_by(running, 4)
     assert all(pid == importer for pid, importer, _ in lines) and len({pid for pid, *_ in lines}) == 4
     assert [attempt for *_, attempt in lines] == [0, 0, 1, 1]
@@ -325,10 +332,10 @@ def test_the_first_attempt_has_the_prepared_processes(folder):
 @pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_of_a_launcher_that_is_ended(number, forks, folder):
-    saves = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ntime.sleep(600)"
-    running = launch(folder, saves, forks=forks)
+    saves = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + BOTH_HAVE_SAID
+    running = launch(folder, saves + "open('ready', 'a').close()\ntime.sleep(600)", forks=forks)
     lines = said_by(running, 2)
-    time.sleep(0.5)
+    assert eventually((folder / "ready").exists)
     running.send_signal(number)
     _, errors = running.communicate(timeout=60)
     assert all_ended([pid for line in lines for pid in line[:2]])

@@ -53,7 +53,7 @@ from pathlib import Path
 from tests.fuzz import runner
 from tests.fuzz.case import REFUSED, Case, verdict
 
-runner.LIMIT_S, runner.PATIENCE_S = 2.0, 0.5
+runner.LIMIT_S, runner.PATIENCE_S = 10.0, 0.5
 ends = json.loads(sys.argv[2])
 make = lambda does: lambda: Case(name=does, expected=REFUSED, act=lambda: exec(does, globals()))
 cases = [(name, make(does)) for name, does in ends.items()]

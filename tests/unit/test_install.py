@@ -4,8 +4,8 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -52,7 +52,9 @@ def python(home: Path, *, name: str = "python", complete: bool = False) -> Path:
     return path
 
 
-def start(place: Path, *command: str, **more: str) -> subprocess.Popen:
+def start(
+    place: Path, *command: str, errors: IO[str] | int = subprocess.PIPE, **more: str
+) -> subprocess.Popen:
     known = {
         name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "VERL_MEGATRON_VENV")
     }
@@ -63,7 +65,7 @@ def start(place: Path, *command: str, **more: str) -> subprocess.Popen:
         env=told,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         start_new_session=True,
     )
 
@@ -108,13 +110,17 @@ def test_an_installation_that_is_killed_is_begun_anew(place, number):
 
 def test_two_at_once_install_once(place):
     (place / "calls.hold").touch()
-    both = [start(place, "tools/install.sh") for _ in range(2)]
-    assert eventually(lambda: calls(place) == 1)
-    time.sleep(0.3)
+    with (place / "errors").open("a") as errors:
+        both = [start(place, "tools/install.sh", errors=errors) for _ in range(2)]
+
+    def waiting() -> int:
+        return (place / "errors").read_text().count("another command installs")
+
+    assert eventually(lambda: calls(place) == waiting() == 1)
     (place / "calls.hold").unlink()
     ended = [process.communicate(timeout=30) for process in both]
     assert {said.strip() for said, _ in ended} == {f"{place}/clone/.venv/bin/python"}
-    assert sum("another command installs" in errors for _, errors in ended) == 1 and calls(place) <= 2
+    assert waiting() == 1 and calls(place) <= 2
 
 
 def test_a_python_that_has_everything_comes_first(place):

@@ -270,11 +270,17 @@ def test_everything_ends_with_a_killed_trainer(functions):
         pool.results()
     """
     started = subprocess.Popen(trainer(functions, script), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    processes: dict[int, str] = {}
+
+    def are_all_there() -> bool:
+        """Whether there is a daemon for each three, and none of those that only start one."""
+        processes.clear()
+        processes.update(below(started.pid))
+        return len(processes) == 8 and list(processes.values()).count("sleep 4242") == 2
+
     try:
         assert started.stdout.readline() == "ready\n"
-        eventually(lambda: len(below(started.pid)) >= 8)  # a daemon for each three
-        processes = below(started.pid)
-        assert len(processes) == 8, processes
+        assert eventually(are_all_there), processes
     finally:
         started.kill()
         started.wait()

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.worlds import free_port
 from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import REMEDIES, RewardPool
 from verl_megatron.rewards.server import MOST_SAMPLES, server_problem
@@ -52,6 +51,14 @@ def serving(answer: Answer, requests: list | None = None) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    """Hold a port, so that nobody comes to listen at it."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def asked(answer: Answer, *, count: int = 2, timeout_s: float = 5.0) -> tuple[dict, RewardPool]:
@@ -221,8 +228,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again():
 
 
 def test_a_server_that_ends_and_comes_back():
-    port = free_port()
-    with RewardPool(f"http://127.0.0.1:{port}", timeout_s=1) as pool:
+    with closed_port() as port, RewardPool(f"http://127.0.0.1:{port}", timeout_s=1) as pool:
         pool.submit(0, "", "", None)
         assert pool.results()[0].failure == "server error"
         assert "Connection refused" in str(pool.first_failure)
@@ -257,8 +263,9 @@ def test_close_does_not_wait_for_an_answer():
     ],
 )
 def test_a_server_that_cannot_be_asked_is_refused_before_the_run(url, words):
-    url = url.format(port=free_port())
-    (problem,) = check_reward(json.dumps([url, "match"]))
+    with closed_port() as port:
+        url = url.format(port=port)
+        (problem,) = check_reward(json.dumps([url, "match"]))
     assert problem.startswith(f"reward.function='{url}' ") and words in problem
 
 

@@ -1,9 +1,9 @@
 """Arithmetic of the scaling benchmark: bubbles, FLOPs, efficiency, smaller layouts, larger sizes."""
 
-import time
 from copy import deepcopy
 from dataclasses import replace
 from math import log2
+from types import SimpleNamespace
 
 import pytest
 
@@ -270,10 +270,17 @@ def test_the_same_rows_on_more_gpus_take_less_time_until_there_are_too_few():
     assert [row.bubble for row in rows] == sorted(row.bubble for row in rows)
 
 
-def test_dealing_is_timed_while_quick_and_in_proportion_beyond():
-    deal = Dealing(lambda lengths, dp: time.sleep(len(lengths) * dp * 1e-6))
-    found = [deal(1000, dp) for dp in (20, 200, 600, 6000)]
-    assert found[0] == pytest.approx(0.02, rel=0.5) and found[3] == pytest.approx(6.0, rel=0.5)
+def test_dealing_is_timed_while_quick_and_in_proportion_beyond(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr("verl_megatron.benchmarks.scaling.model.time", clock)
+
+    def work(lengths: list[int], dp: int) -> None:
+        clock.now += len(lengths) * dp * 1e-6
+
+    deal = Dealing(work)
+    assert [deal(1000, dp) for dp in (20, 200, 600, 6000)] == pytest.approx([0.02, 0.2, 0.6, 6.0])
+    assert clock.now == pytest.approx(2 * (0.02 + 0.2 + 0.6)), "the last one is not timed"
 
 
 def test_a_run_with_a_teacher_grows_with_it():

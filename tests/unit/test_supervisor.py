@@ -194,8 +194,9 @@ def test_a_killed_world_starts_again_and_training_goes_on(start, capfd):
     assert capfd.readouterr().out.count("the rollout:0 world ended with 137 and is started again\n") >= 2
 
 
-def test_a_world_on_two_hosts_starts_again_on_both(start):
+def test_a_world_on_two_hosts_starts_again_on_both(start, monkeypatch):
     """The rank that lost its peer ends by an error, before the other host says that one was killed."""
+    monkeypatch.setattr(supervisor, "OTHERS_S", 15)  # the other host has yet to start its rank
     other = "echo $1 $2 $$ >>$0.log; [[ $1$2 == host20 ]] && exit 1; while true; do sleep 0.02; done"
     run = start("1-2", 1, train=UNTIL_TOLD, rollout=other)
     until(lambda: len(run.log("rollout")) == 2)
@@ -302,7 +303,7 @@ def test_the_bridge_is_where_torchrun_puts_rank_0():
             module="",
             arguments=[],
         )
-        found[host] = supervisor._bridge(call, Board(store, TOKEN), parts, lambda: None)
+        found[host] = supervisor._bridge(call, Board(store, TOKEN), parts, 7000 + host, lambda: None)
 
     threads = [
         threading.Thread(target=meet, args=each) for each in ((0, "worker-2"), (1, "worker-10"), (2, "a"))
@@ -311,4 +312,4 @@ def test_the_bridge_is_where_torchrun_puts_rank_0():
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(set(found.values())) == 1 and found[2].startswith("worker-10:")
+    assert len(set(found.values())) == 1 and found[2] == "worker-10:7001"
