@@ -137,7 +137,8 @@ def _fork(rank: int, run: Callable[[], None], arguments: list[str], files: list[
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
         for number, path in enumerate(files, 1):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-        sys.stdout.reconfigure(line_buffering=True)
+        # A line is one write, also under PYTHONUNBUFFERED: ranks share the file.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
         sys.argv[:] = arguments
         code = _end(run)
     finally:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -347,7 +346,7 @@ def test_nothing_is_left_of_a_launcher_that_is_ended(number, forks, folder):
 @pytest.mark.parametrize("forks", [True, False])
 def test_a_launcher_that_is_ended_while_modules_are_imported_leaves_nothing(forks, folder):
     (folder / "preloading.py").write_text(
-        PRELOAD.format(more="import time; print(os.getpid(), flush=True); time.sleep(600)")
+        PRELOAD.format(more="import time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)")
     )
     for number in (signal.SIGKILL, signal.SIGTERM):
         running = launch(folder, "", forks=forks)
