@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel.runtime.store import reserved_port
 from tests.end_to_end.launch import start
 from tests.worlds import ROOT
 
@@ -28,13 +28,11 @@ class EndedRank:
 
 def run_without_launcher(folder: Path, *args: object) -> dict[int, EndedRank]:
     """Start the ranks one by one: torchrun would end the survivors before each has told what it saw."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    holder = reserved_port()
     world = dict(
         WORLD_SIZE=str(NUM_RANKS),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(holder.getsockname()[1]),
         OMP_NUM_THREADS="1",
         TORCH_COMPILE_DISABLE="1",
         PYTHONPATH=str(ROOT),
@@ -60,6 +58,7 @@ def run_without_launcher(folder: Path, *args: object) -> dict[int, EndedRank]:
         for process in processes:
             process.kill()
             process.wait()
+        holder.close()
     return {
         rank: EndedRank(code=code, output=(folder / f"{rank}").read_text()) for rank, code in enumerate(codes)
     }

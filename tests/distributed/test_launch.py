@@ -10,14 +10,18 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from parallel.runtime.seal import TOKEN
+from parallel.runtime.store import reserved_port
 from tests.end_to_end.conftest import REWARDS, make_toy, settings_of
+from tests.end_to_end.launch import GONE, command_lines
 from tests.launchers import LAUNCH, environment
+from tests.processes import is_alive
 from tests.worlds import ROOT
 
 LISTENS = "0A"  # in /proc/net/tcp
@@ -92,14 +96,12 @@ class Launched:
     ):
         (folder / "hosts").write_text("".join(f"{address} slots={slots}\n" for address in nodes.addresses))
         (folder / "recipe.sh").write_text(recipe)
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            port = listener.getsockname()[1]
+        self._holder = reserved_port()  # until this object goes
         self.mark, self.logs, self.output = uuid.uuid4().hex, folder / "logs", folder / "output"
         told = environment(
             SSH=nodes.ssh,
             LOGS=str(self.logs),
-            MASTER_PORT=str(port),
+            MASTER_PORT=str(self._holder.getsockname()[1]),
             OMP_NUM_THREADS="1",
             **{MARK: self.mark},
             **nodes.environment,
@@ -129,13 +131,21 @@ class Launched:
         """IPv4 addresses on which its processes listen; "::" for any of IPv6."""
         found = set()
         for pid in self.alive():
-            own = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-            for kind in ("tcp", "tcp6"):
-                for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-                    _, local, _, state, *_, inode = line.split()[:10]
-                    if state == LISTENS and f"socket:[{inode}]" in own:
-                        address = bytes.fromhex(local.partition(":")[0])[::-1]
-                        found.add(socket.inet_ntoa(address) if kind == "tcp" else "::")
+            with suppress(*GONE):
+                found |= self._listening_of(pid)
+        return found
+
+    def _listening_of(self, pid: int) -> set[str]:
+        own, found = set(), set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(*GONE):  # it has just been closed
+                own.add(os.readlink(fd))
+        for kind in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == LISTENS and f"socket:[{inode}]" in own:
+                    address = bytes.fromhex(local.partition(":")[0])[::-1]
+                    found.add(socket.inet_ntoa(address) if kind == "tcp" else "::")
         return found
 
     def alive(self) -> set[int]:
@@ -158,7 +168,7 @@ class Launched:
         deadline = time.monotonic() + 20
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        assert not left, command_lines(left)
 
 
 def test_a_recipe_that_is_asked_to_end_exits_with_0(tmp_path):
@@ -180,7 +190,7 @@ def test_a_recipe_that_is_asked_to_end_exits_with_0(tmp_path):
         time.sleep(0.1)
     process.terminate()
     assert process.wait(300) == 0, (tmp_path / "output").read_text()[-6000:]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(is_alive(int(pid)) for pid in pids)
 
 
 def test_nodes_start_again_together_and_end_when_asked(nodes, tmp_path):
@@ -232,17 +242,19 @@ def test_each_world_on_a_host_of_its_own(nodes, tmp_path):
     settings = settings_of(
         tmp_path, tmp_path / "run", "actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1"
     )
-    settings += ["run.iterations=5", "run.export=false", "rollout.devices=1", "async.max_staleness=1"]
+    settings += ["run.iterations=8", "run.export=false", "rollout.devices=1", "async.max_staleness=1"]
     recipe = RECIPE.replace("tests.distributed.launch_worker", "verl_megatron.train")
     run = Launched(nodes, *settings, slots=1, folder=tmp_path, recipe=recipe)
-    run.said("step 2/5: ")
+    run.said("step 2/8: ")
     assert run.listening() <= {"127.0.0.1", *nodes.addresses}
     of_rank = {}
     for pid in run.alive():
-        words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
-        variables = dict(
-            each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each
-        )
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+            told = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        except GONE:
+            continue
+        variables = dict(each.split("=", 1) for each in told if "=" in each)
         assert not (token := variables.get(TOKEN)) or token not in " ".join(words)
         if variables.get("RANK", "").isdecimal() and words[-2:] == ["--role", "rollout"]:
             of_rank[pid] = variables
@@ -252,7 +264,10 @@ def test_each_world_on_a_host_of_its_own(nodes, tmp_path):
     text = run.output.read_text()
     assert f"{nodes.addresses[1]}: the rollout world ended with 137 and is started again" in text
     assert "rollout world 2 has joined" in text and "rollout world 3" not in text
-    assert text.splitlines()[-1].startswith(f"{nodes.addresses[0]}: validation accuracy"), text[-3000:]
+    assert f"\n{nodes.addresses[0]}: validation accuracy" in text, text[-3000:]
+    assert "Traceback" not in text and "Exception raised" not in text, text[-6000:]
+    errors = re.findall(r"^(?:\S+: )?error:.*", text, re.MULTILINE)
+    assert all("was ended by SIGKILL" in line for line in errors), errors
     run.assert_nothing_left()
 
 

@@ -37,7 +37,7 @@ def test_rollout(tmp_path):
     convert_there_and_back(tmp_path / "a", tmp_path / "converted")
     for nproc in (1, 4):
         assert "all rollout checks passed" in run_world(
-            "tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180
+            "tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=550
         )
 
 

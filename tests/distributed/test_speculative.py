@@ -13,5 +13,5 @@ def test_speculative_decoding(tmp_path, worlds):
     write_tokenizer(tmp_path / "sharp", SHARP_VOCABULARY)
     for nproc in worlds:
         assert "all checks of speculative decoding passed" in run_world(
-            "tests/distributed/speculative_worker.py", nproc, tmp_path, timeout=400
+            "tests/distributed/speculative_worker.py", nproc, tmp_path, timeout=550
         )

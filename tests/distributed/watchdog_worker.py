@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from parallel.rank_set import RankSet, rank_set, world
 from parallel.runtime.preemption import Preemption
+from parallel.runtime.store import reserved_port
 from parallel.runtime.watchdog import Watchdog
 
 NUM_RANKS, VICTIM = 4, 2
@@ -120,22 +120,27 @@ def off(watchdog: Watchdog, rank: int) -> None:
 
 def preempted(watchdog: Watchdog, rank: int) -> None:
     """One receives SIGTERM, the others learn of it at the end of the iteration; nobody enters the next."""
-    iterate(watchdog, rank, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def signal_itself(preemption: Preemption) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption._asked.wait(timeout=30)  # until the listening thread has noticed
+
+    iterate(watchdog, rank, signal_itself)
 
 
 def terminated(watchdog: Watchdog, rank: int) -> None:
     """The same, where the signal comes from outside once this rank has made its file."""
-    iterate(watchdog, rank, (watchdog.stacks.parent / "ready").touch)
+    iterate(watchdog, rank, lambda _: (watchdog.stacks.parent / "ready").touch())
 
 
-def iterate(watchdog: Watchdog, rank: int, on_third: Callable[[], None]) -> None:
+def iterate(watchdog: Watchdog, rank: int, on_third: Callable[[Preemption], None]) -> None:
     with Preemption(grace_s=END_S) as preemption:
         for iteration in itertools.count(1):
             watchdog.iteration = iteration
             with watchdog.operation("actor_update"):
                 meet()
                 if rank == VICTIM and iteration == 3:
-                    on_third()
+                    on_third(preemption)
                 time.sleep(0.1)
             if preemption.requested(world()):
                 print(f"rank {rank} ends after iteration {iteration}", flush=True)
@@ -231,9 +236,8 @@ def launch(name: str, folder: Path) -> None:
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    holder = reserved_port()  # until the store listens
+    port = holder.getsockname()[1]
     os.environ.update(
         WORLD_SIZE=str(NUM_RANKS),
         MASTER_ADDR="127.0.0.1",
@@ -244,6 +248,7 @@ def launch(name: str, folder: Path) -> None:
         fork(partial(run_rank, name, folder), RANK=rank, LOCAL_RANK=rank) for rank in range(NUM_RANKS)
     ]  # before the store starts its threads
     _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    holder.close()
     (folder / "codes").write_text(json.dumps(codes_of(pids, name, folder)))
 
 

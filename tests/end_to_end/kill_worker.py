@@ -24,6 +24,7 @@ import tests.preloaded  # noqa: F401
 from tests.end_to_end import killed_train
 from tests.end_to_end.measured import ADAPTIVE, learned_in_attempts
 from tests.forked import run_ranks
+from tests.processes import eventually
 from tests.worlds import ROOT
 from verl_megatron.examples.toy import make_toy
 from verl_megatron.launch.command_line import run_command
@@ -157,8 +158,9 @@ def main() -> int:
         for role in ("actor", "critic")
         if not same_weights(whole / role / "model.safetensors", broken / role / "model.safetensors")
     ]
-    time.sleep(1)
-    problems += [f"still running: {command}" for command in leftovers(f"KILL_WORKER_MARK={mark}")]
+    marked = f"KILL_WORKER_MARK={mark}"
+    eventually(lambda: not leftovers(marked))
+    problems += [f"still running: {command}" for command in leftovers(marked)]
     problems += [f"left in the folder: {path}" for path in (broken / "checkpoint").glob("*.damaged")]
     print(
         "; ".join(problems)

@@ -1,15 +1,17 @@
 """Start `python -m verl_megatron...` under torchrun as a user does, and see what becomes of its processes."""
 
+import contextlib
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.worlds import ROOT, environment_of_ranks, forked, torchrun
 
 MARK = "VERL_MEGATRON_TEST"
+GONE = (FileNotFoundError, ProcessLookupError)  # of what /proc has of a process that has just ended
 
 
 @dataclass(kw_only=True)
@@ -63,9 +65,9 @@ class Started:
     def rank(self, number: int) -> int:
         """Process id of a rank: torchrun's child with that RANK."""
         for pid, environment in self.processes().items():
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == self.process.pid and environment.get("RANK") == str(number):
-                return pid
+            with contextlib.suppress(*GONE):
+                if parent_of(pid) == self.process.pid and environment.get("RANK") == str(number):
+                    return pid
         raise AssertionError(f"no process of rank {number}")
 
     def wait(self, *, timeout_s: float) -> Ended:
@@ -85,12 +87,30 @@ class Started:
             stderr=(self.folder / "stderr").read_text(),
         )
 
-    def leftovers(self, *, patience_s: float = 5) -> list[str]:
+    def leftovers(self, *, patience_s: float = 30) -> list[str]:
         """Command lines of processes that are still there some seconds after the end."""
         deadline = time.monotonic() + patience_s
         while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [(Path(f"/proc/{pid}/cmdline").read_bytes()).replace(b"\0", b" ").decode() for pid in alive]
+        return command_lines(alive)
+
+
+def parent_of(pid: int) -> int:
+    """Process id of a process's parent.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: it has ended.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command_lines(pids: Iterable[int]) -> list[str]:
+    """Command lines of those that have not ended meanwhile."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(*GONE):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
 
 
 def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Sequence[str] = ()) -> Started:

@@ -117,7 +117,7 @@ class Running:
 
     def leftovers(self) -> list[str]:
         """Processes that are still there some seconds after the end."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [f"still running: {command}" for command in left.values()]
@@ -278,7 +278,8 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
         deadline = time.monotonic() + 40
         while running.rank(1 - rank) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
-        os.kill(victim, signal.SIGKILL)  # torchrun would, after its --shutdown-timeout
+        with contextlib.suppress(ProcessLookupError):  # torchrun does it after its --shutdown-timeout
+            os.kill(victim, signal.SIGKILL)
         status = running.process.wait(60)
         problems += [f"the recipe ended with {status}"] * (launcher == "recipe" and status != 75)
         problems += running.leftovers()
@@ -289,11 +290,11 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
 
 
 def names_left(folder: Path) -> list[str]:
-    """Temporary files of these runs and shared memory of no living process, some seconds after the end.
+    """Temporary files of these runs and shared memory of no living process, two minutes after the end.
 
     Ranks that a test beside this one has killed leave names as well, which their next attempt takes away.
     """
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120  # such an attempt has made its imports by then
     while (shared := unmapped()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return [f"left behind: {path}" for path in (*(folder / "tmp").iterdir(), *shared)]

@@ -24,6 +24,7 @@ class Stopped(SupervisedTrainer):
     def _step(self, items):
         if self.state.step == 1 and self.world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+            assert self.preemption._asked.wait(timeout=30)  # until the listening thread has noticed
         return super()._step(items)
 
 

@@ -7,13 +7,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import TRAIN, settings_of
-from tests.end_to_end.launch import MARK, Ended, Started, run
+from tests.end_to_end.launch import GONE, MARK, Ended, Started, parent_of, run
 from tests.end_to_end.measured import learned
 from tests.end_to_end.test_signals import listening
 from tests.worlds import ROOT, environment_of_ranks, free_port
@@ -66,7 +66,8 @@ def started(folder: Path, *settings: str, wrong_weights: str = "") -> Iterator[S
         yield both
     finally:
         for pid in both.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
         process.wait(60)
 
 
@@ -358,10 +359,13 @@ def pid_of(both: Started, role: str, rank: int = 0) -> int:
 def rank_of(both: Started, role: str, number: int = 0) -> int | None:
     """Process id of a rank of a world, if it is running."""
     for pid, environment in both.processes().items():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            launcher = Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes()
+        except GONE:
+            continue
         is_rank = environment.get("RANK") == str(number) and b"verl_megatron.train" in words
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        of_launcher = b"parallel.runtime.launch" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        of_launcher = b"parallel.runtime.launch" in launcher
         if is_rank and of_launcher and words[words.index(b"--role") + 1] == role.encode():
             return pid
     return None

@@ -4,13 +4,14 @@ import os
 import random
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from tests.end_to_end.conftest import settings_of
-from tests.end_to_end.launch import Started, run
+from tests.end_to_end.launch import GONE, Started, run
 from tests.end_to_end.test_separate import (
     JOB,
     SEPARATE,
@@ -88,17 +89,18 @@ def used_by(both: Started) -> dict[str, tuple[float, int, int, int]]:
     """MiB, threads, sockets and open files of each rank, by role and number."""
     found = {}
     for pid, environment in both.processes().items():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        files = []
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            status = Path(f"/proc/{pid}/status").read_text()
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(*GONE):  # it has just been closed
+                    files.append(os.readlink(path))
+        except GONE:
+            continue
         is_rank = environment.get("RANK", "").isdecimal() and b"parallel.runtime.launch" not in words
         if not is_rank or b"verl_megatron.train" not in words or b"--role" not in words:
             continue
-        status = Path(f"/proc/{pid}/status").read_text()
-        files = []
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                files.append(os.readlink(path))
-            except OSError:
-                continue  # it has just been closed
         key = f"{words[words.index(b'--role') + 1].decode()} {environment['RANK']} {words[0].decode()}"
         memory, threads = (re.search(rf"{name}:\s+(\d+)", status) for name in ("RssAnon", "Threads"))
         assert memory and threads

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.launch import GONE
 from tests.end_to_end.signals_worker import STALL_S, names_left, start
 from tests.worlds import ROOT
 
@@ -61,7 +63,8 @@ def test_a_rank_that_holds_the_store_is_named_in_time(toy, tmp_path, monkeypatch
     assert running.wait_for("rank 0 made no progress", within_s=STALL_S + 30) <= STALL_S + 5, running.text[
         -4000:
     ]
-    os.kill(victim, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # torchrun kills it after its --shutdown-timeout
+        os.kill(victim, signal.SIGKILL)
     assert running.process.wait(300) and not running.leftovers()
 
 
@@ -69,11 +72,10 @@ def listening(pids) -> set[str]:
     """Addresses, as /proc/net writes them, on which these processes listen."""
     inodes = set()
     for pid in pids:
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
-            except OSError:
-                continue
+        with suppress(*GONE):
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(*GONE):  # the file has just been closed
+                    inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
