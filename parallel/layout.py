@@ -164,9 +164,12 @@ class Layout:
 
 
 def least_ranks(text: str) -> int:
-    """Return the product of the sizes that a layout such as "tp2pp2" names, without virtual stages."""
-    sizes = [max(1, int(size)) for name, size in _COMPACT.findall(text.lower()) if name != "vpp"]
-    return prod(sizes)
+    """Return the product of the sizes that a layout such as "tp2pp2" names, without virtual stages.
+
+    Sizes that `Layout.parse` refuses count, too, so that a message has the right number.
+    """
+    sizes = re.findall(r"(vpp|tp|pp|cp|dp)([0-9]{1,18})", text.lower())
+    return prod(max(1, int(size)) for name, size in sizes if name != "vpp")
 
 
 def last_rank(devices: str) -> int:

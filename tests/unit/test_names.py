@@ -25,6 +25,7 @@ from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
 from verl_megatron.config.section import shown
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
+from verl_megatron.launch.ranks import ranks_of
 from verl_megatron.rewards.callables import spec_of
 from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import RewardPool
@@ -235,3 +236,19 @@ def test_a_run_of_several_ranks_says_how_to_start_them(tmp_path, monkeypatch):
     monkeypatch.delattr(main, "__file__")
     assert "a notebook is one rank" in not_started(config, world_size=1)[0]
     assert not_started(config, world_size=2) == not_started(TrainerConfig(), world_size=1) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "ranks"),
+    [
+        ({"rollout": {"tp": 10**11}}, "rollout.tp=100000000000", "100,000,000,000"),
+        ({"actor": {"layout": "tp99999999999"}}, "actor.layout=tp99999999999", "99,999,999,999"),
+        ({"actor": {"devices": "0-2000"}}, "actor.devices='0-2000'", "2,001"),
+    ],
+)
+def test_too_many_ranks_are_refused_with_all_settings_that_ask_for_them(given, named, ranks):
+    with pytest.raises(ValueError) as caught:
+        ranks_of(structured({"data": {"train": "x"}} | given, TrainerConfig))
+    names, _, rest = str(caught.value).partition(" need ")
+    assert named in names.split(" and ") and "critic.layout=tp1" in names
+    assert rest.startswith(f"{ranks} ranks, and this command starts at most 1,024")

@@ -7,6 +7,7 @@ import sys
 
 from parallel.layout import last_rank, least_ranks
 from parallel.runtime.process import LAUNCHER
+from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.limits import check_types
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.model_specs import has_worlds, models_of
@@ -52,9 +53,16 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
 
 
 def named_layouts(config: TrainerConfig | SupervisedConfig) -> str:
-    """Return the layouts of all models, for a message."""
-    layouts = [f"{spec.section}.layout={spec.model.layout}" for spec in models_of(config)]
-    return " and ".join(dict.fromkeys(layouts))
+    """Return what says how many ranks there are, for a message: layouts, devices and the rollout's tp."""
+    named = []
+    for spec in models_of(config):
+        by_devices = spec.model.devices and f"{spec.section}.devices={short_repr(spec.model.devices)}"
+        named.append(by_devices or f"{spec.section}.layout={spec.model.layout}")
+    if isinstance(config, TrainerConfig):
+        rollout = config.rollout
+        named += [f"rollout.devices={short_repr(rollout.devices)}"] * bool(rollout.devices)
+        named += [f"rollout.tp={rollout.tp}"] * (rollout.tp > 1)
+    return " and ".join(dict.fromkeys(named))
 
 
 def _program() -> str:

@@ -43,7 +43,7 @@ def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
     fewest = ranks_needed(config)
     if fewest > MOST_LOCAL:
         raise ValueError(
-            f"{named_layouts(config)} and their devices need {fewest:,} ranks, and this command starts at "
+            f"{named_layouts(config)} need {fewest:,} ranks, and this command starts at "
             f"most {MOST_LOCAL:,} on one host; choose smaller ones, or start the run on several hosts"
         )
     gpus = device.visible_gpus()
