@@ -5,6 +5,7 @@ import ipaddress
 import os
 import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from parallel.runtime import process
 
 LOCAL = "127.0.0.1"
 SILENT = 4  # above the highest level of torch's C++ log
+_level_lock = threading.RLock()  # else one thread could put back what another one has set
 
 
 @contextmanager
@@ -32,11 +34,12 @@ def quiet() -> Iterator[None]:
     except (OSError, ValueError):  # a build of torch with another log
         yield
         return
-    before, level.value = level.value, SILENT
-    try:
-        yield
-    finally:
-        level.value = before
+    with _level_lock:
+        before, level.value = level.value, SILENT
+        try:
+            yield
+        finally:
+            level.value = before
 
 
 def connect(address: str, port: int, *, within_s: float) -> dist.TCPStore:
