@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import sys
+from dataclasses import replace
 
 from parallel.layout import last_rank, least_ranks
 from parallel.runtime.process import LAUNCHER
@@ -53,7 +54,7 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
 
 
 def named_layouts(config: TrainerConfig | SupervisedConfig) -> str:
-    """Return what says how many ranks there are, for a message: layouts, devices and the rollout's tp."""
+    """Return what says how many ranks there are, for a message: layouts, devices, perhaps rollout.tp."""
     named = []
     for spec in models_of(config):
         by_devices = spec.model.devices and f"{spec.section}.devices={short_repr(spec.model.devices)}"
@@ -61,7 +62,8 @@ def named_layouts(config: TrainerConfig | SupervisedConfig) -> str:
     if isinstance(config, TrainerConfig):
         rollout = config.rollout
         named += [f"rollout.devices={short_repr(rollout.devices)}"] * bool(rollout.devices)
-        named += [f"rollout.tp={rollout.tp}"] * (rollout.tp > 1)
+        without = replace(config, rollout=replace(rollout, tp=1))
+        named += [f"rollout.tp={rollout.tp}"] * (ranks_needed(config) > ranks_needed(without))
     return " and ".join(dict.fromkeys(named))
 
 
