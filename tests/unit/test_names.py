@@ -252,3 +252,9 @@ def test_too_many_ranks_are_refused_with_all_settings_that_ask_for_them(given, n
     names, _, rest = str(caught.value).partition(" need ")
     assert named in names.split(" and ") and "critic.layout=tp1" in names
     assert rest.startswith(f"{ranks} ranks, and this command starts at most 1,024")
+
+
+@pytest.mark.parametrize("section", ["hydra_", "rollout_", "async__"])
+def test_a_section_with_an_underscore_too_many_is_refused_by_its_name(section):
+    with pytest.raises(ValueError, match=f"^{section} is no section"):
+        structured({"data": {"train": "x"}, section: {"tp": 2}}, TrainerConfig)

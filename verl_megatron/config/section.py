@@ -24,7 +24,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
 
 def shown(section: str) -> str:
     """Return the users' name of a section: `async` is Python's word, so its attribute is `async_`."""
-    return section.rstrip("_")
+    return section[:-1] if section.endswith("_") and iskeyword(section[:-1]) else section
 
 
 def attribute_of(section: str) -> str:
