@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -45,8 +44,8 @@ def confined() -> str:
     return _known[0]
 
 
-def score(response: str, tests: object, *, seconds: float = 5.0, **extra) -> float:
-    may = {"seconds": seconds, "memory_mib": 512, "total_seconds": 20}
+def score(response: str, tests: object, *, seconds: float = 20.0, **extra) -> float:
+    may = {"seconds": seconds, "memory_mib": 512, "total_seconds": 60}
     return code("", response, tests, extra, may=may)
 
 
@@ -187,17 +186,17 @@ def test_harm_changes_nothing_outside_and_scores_nothing(harm, tmp_path, monkeyp
     marker = tmp_path / "marker"
     marker.write_text("mine")
     monkeypatch.setenv("SECRET", "x")
-    reached = []
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         name = f"reward_{os.getpid()}"
         local.bind(f"\0{name}")
         local.listen()
-        threading.Thread(target=lambda: reached.append(server.accept()), daemon=True).start()
+        server.setblocking(False)
         program = HOSTILE[harm].replace("PORT", str(server.getsockname()[1]))
         program = program.replace("SOCKET", name).replace("MARKER", str(marker))
-        before, began = descendants(), time.monotonic()
+        before = descendants()
         assert score(program, {"inputs": ["1"], "outputs": ["2"]}, seconds=1.5) == 0
-        assert time.monotonic() - began < 30 and not reached
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
     assert marker.read_text() == "mine" and descendants() == before
     assert score(DOUBLE, DOUBLED) == 1
 
@@ -209,7 +208,7 @@ def test_a_daemon_ends_with_its_program():
     )
     before, began = descendants(), time.monotonic()
     assert score(daemon, {"inputs": [""], "outputs": ["2"]}) == 1
-    assert time.monotonic() - began < 10 and descendants() == before
+    assert time.monotonic() - began < 100 and descendants() == before
 
 
 def test_what_a_program_sees():
@@ -219,7 +218,7 @@ def test_what_a_program_sees():
         "ids = [os.getpid(), os.getuid()]\n"
         "print(json.dumps([fds, *ids, os.listdir('/tmp'), sorted(os.environ), os.getcwd()]))",
         b"",
-        Limits(seconds=10, memory_bytes=1 << 29),
+        Limits(seconds=20, memory_bytes=1 << 29),
     )
     fds, pid, user, files, names, folder = json.loads(found.output)
     python = Path(sys.prefix).parts[1:3]  # which is shown, also in a folder of /tmp
@@ -242,12 +241,13 @@ def test_the_processes_of_a_program_have_its_memory_together():
     """Each stays below the limit; a child starts while the program goes on to hold what it has."""
     held = (
         "import os, sys, time\nfor n in range(3):\n  if not os.fork(): break\n"
-        "x = bytearray(MIB << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\ntime.sleep(1)\nprint(2)"
+        "x = bytearray(MIB << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\ntime.sleep(HOLD)\n"
+        "try:\n  while True: os.wait()\nexcept ChildProcessError: print(2)"
     )
-    limits = Limits(seconds=20, memory_bytes=256 << 20)
-    within = run_program(held.replace("MIB", "20"), b"", limits)
+    limits = Limits(seconds=60, memory_bytes=256 << 20)
+    within = run_program(held.replace("MIB", "20").replace("HOLD", "0.5"), b"", limits)
     assert (within.output, within.cut) == (b"2\n" * 4, "")
-    beyond = run_program(held.replace("MIB", "120"), b"", limits)
+    beyond = run_program(held.replace("MIB", "120").replace("HOLD", "60"), b"", limits)
     assert (beyond.output, beyond.cut) == (b"", "memory")
 
 

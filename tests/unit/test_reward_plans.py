@@ -290,8 +290,8 @@ def test_a_part_that_fails_leaves_the_others_their_scores(mine):
 
 
 def test_the_time_limit_is_for_all_functions_of_a_sample(mine):
-    reward, pool = scored(f"[{mine}:one,{mine}:hangs,{mine}:half]", timeout_s=1)
-    assert reward.score == 1 and pool.failures == {"timeout": 2} and 1000 < pool.total_ms < 20_000
+    reward, pool = scored(f"[{mine}:one,{mine}:hangs,{mine}:half]", timeout_s=5)
+    assert reward.score == 1 and pool.failures == {"timeout": 2} and 5000 <= pool.total_ms
 
 
 def test_a_sum_that_float32_cannot_hold_is_a_failure(mine):

@@ -64,8 +64,7 @@ CALLS = {
     "os.kill(os.getpid(), signal.SIGTERM)": "killed by SIGTERM",
     "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL",
     "os.kill(0, signal.SIGKILL)": "killed by SIGKILL",
-    "os.kill(os.getpid(), signal.SIGSTOP)": "no answer within 1 s",
-    "os.closerange(3, 100)": "worker died",
+    "os.closerange(3, 1 << 20)": "worker died",
     "[os.write(int(fd), b'5\\n') for fd in os.listdir('/proc/self/fd') if "
     "os.path.realpath(f'/proc/self/fd/{fd}').find('socket:') >= 0]": "worker died",
     "fail(ValueError('x' * 10_000_000))": "ValueError: xxx",
@@ -107,7 +106,7 @@ def functions(tmp_path_factory) -> str:
 
 @pytest.fixture
 def pool(functions):
-    with RewardPool(f"{functions}:score", timeout_s=1) as pool:
+    with RewardPool(f"{functions}:score", timeout_s=60) as pool:
         yield pool
 
 
@@ -143,11 +142,15 @@ def below(pid: int) -> dict[int, str]:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_a_call_does_costs_its_sample_only(pool, call):
-    started = time.monotonic()
     found = said(pool, call)
     assert (CALLS[call] in found) if CALLS[call] else found == ""
-    assert time.monotonic() - started < 60
     assert said(pool, "2 - 1") == ""  # the worker, or the next one, answers
+
+
+def test_a_call_that_stops_its_process_costs_its_sample_only(functions):
+    with RewardPool(f"{functions}:score", timeout_s=5) as pool:
+        assert "no answer within 5 s" in said(pool, "os.kill(os.getpid(), signal.SIGSTOP)")
+        assert said(pool, "2 - 1") == ""
 
 
 def test_a_call_that_ends_its_process_fails_at_once(functions):
@@ -193,9 +196,9 @@ def test_children_end_with_their_worker(functions, namespaces):
     """Descendants end, those in other sessions and without PID namespaces, too; no zombie is left."""
     script = """
         import os, time
-        with RewardPool(SPEC, timeout_s=1) as pool:
+        with RewardPool(SPEC, timeout_s=5) as pool:
             print("without" if pool.refused else "with", flush=True)
-            for sample, call in enumerate(["daemon()", "daemon() or time.sleep(60)"]):
+            for sample, call in enumerate(["daemon()", "daemon() or time.sleep(600)"]):
                 pool.submit(sample, "", "", call)
                 print(pool.results()[sample].failure, flush=True)
                 input()

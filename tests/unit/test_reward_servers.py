@@ -169,16 +169,16 @@ def test_what_may_pass_is_repeated(status):
 
 def test_a_server_that_stays_wrong_fails_after_the_time_limit():
     began = time.monotonic()
-    rewards, pool = asked(lambda _: (500, b"out of memory"), timeout_s=1.0)
-    assert rewards[0].failure == "server error" and 0.9 < time.monotonic() - began < 8
-    assert "HTTP 500: out of memory within 1.0 s" in str(pool.first_failure)
+    rewards, pool = asked(lambda _: (500, b"out of memory"), timeout_s=4.0)
+    assert rewards[0].failure == "server error" and time.monotonic() - began > 3.9
+    assert "HTTP 500: out of memory within 4.0 s" in str(pool.first_failure)
     assert REMEDIES[SERVER] in pool.complaint(2, 2)
 
 
 def test_a_slow_server_is_a_timeout():
     began = time.monotonic()
-    rewards, pool = asked(lambda _: time.sleep(20), timeout_s=0.5)
-    assert rewards[0].failure == "timeout" and time.monotonic() - began < 8
+    rewards, pool = asked(lambda _: time.sleep(60), timeout_s=0.5)
+    assert rewards[0].failure == "timeout" and time.monotonic() - began < 50
     assert "no answer within 0.5 s" in str(pool.first_failure)
 
 
@@ -197,7 +197,7 @@ def test_bytes_that_drip_do_not_outlast_the_limit(begin, drop):
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
             connection.sendall(begin)
-            for _ in range(100):
+            for _ in range(500):
                 connection.sendall(drop)
                 time.sleep(0.1)
             connection.close()
@@ -207,7 +207,7 @@ def test_bytes_that_drip_do_not_outlast_the_limit(begin, drop):
         with RewardPool(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1) as pool:
             began = time.monotonic()
             pool.submit(0, "", "", None)
-            assert pool.results()[0].failure == "timeout" and time.monotonic() - began < 8
+            assert pool.results()[0].failure == "timeout" and time.monotonic() - began < 45
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again():
@@ -228,11 +228,11 @@ def test_an_answer_that_breaks_off_is_asked_for_again():
 
 
 def test_a_server_that_ends_and_comes_back():
-    with closed_port() as port, RewardPool(f"http://127.0.0.1:{port}", timeout_s=1) as pool:
+    with closed_port() as port, RewardPool(f"http://127.0.0.1:{port}", timeout_s=4) as pool:
         pool.submit(0, "", "", None)
         assert pool.results()[0].failure == "server error"
         assert "Connection refused" in str(pool.first_failure)
-    with serving(lengths) as url, RewardPool(f"[{url}:0.5,match]", timeout_s=1) as pool:
+    with serving(lengths) as url, RewardPool(f"[{url}:0.5,match]") as pool:
         pool.submit(0, "", "xx", "xx")
         assert pool.results()[0].score == 2
 
@@ -245,7 +245,7 @@ def test_close_does_not_wait_for_an_answer():
         time.sleep(0.3)
         began = time.monotonic()
         pool.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 25
 
 
 @pytest.mark.parametrize(

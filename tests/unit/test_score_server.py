@@ -138,7 +138,7 @@ def test_a_request_that_is_none_is_said(body, said):
 
 
 def test_a_pool_hears_of_a_server_that_ends():
-    with serving(lengths) as server, RewardPool(server.address, timeout_s=1.0) as pool:
+    with serving(lengths) as server, RewardPool(server.address, timeout_s=5.0) as pool:
         pool.submit(0, "p", "rrr", "t")
         assert pool.results()[0].score == 3
         server.close()
