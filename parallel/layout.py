@@ -12,7 +12,7 @@ from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import counted, short_repr
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
-_COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")
+_COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,18})")
 _PARTS = re.compile(rf"({_COMPACT.pattern}|sp|\s)+")
 _RANKS = re.compile(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*")
 
@@ -168,7 +168,7 @@ def least_ranks(text: str) -> int:
 
     Sizes that `Layout.parse` refuses count, too, so that a message has the right number.
     """
-    sizes = re.findall(r"(vpp|tp|pp|cp|dp)([0-9]{1,18})", text.lower())
+    sizes = _COMPACT.findall(text.lower())
     return prod(max(1, int(size)) for name, size in sizes if name != "vpp")
 
 
