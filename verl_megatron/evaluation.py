@@ -6,7 +6,9 @@ every rank; JSON holds the fields of `Evaluation`.
 
 import gc
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -181,8 +183,8 @@ class Evaluation:
             raise ValueError(f"{problem} ({config.data.validation})")
         return tokenizer, prompts
 
-    def run(self) -> dict[str, float] | None:
-        """Generate, score and write; return the means on the first rank and None on others. Collective.
+    def run(self) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+        """Generate and score; return the means and all samples on the first rank, None on others. Collective.
 
         Raises:
             ValueError: lists all problems of settings and files, before vLLM starts.
@@ -236,9 +238,21 @@ class Evaluation:
         if gathered is None:
             return None
         rows = sorted((row for part in gathered for row in part), key=lambda row: row["sample"])
-        if self.out:
-            _write(Path(self.out), rows)
-        return {"prompts": len(prompts), "samples": len(rows)} | means
+        return {"prompts": len(prompts), "samples": len(rows)} | means, rows
+
+    def save(self, rows: list[dict[str, Any]]) -> None:
+        """Write samples to `out`; if that is impossible by now, to a temporary file.
+
+        Raises:
+            ValueError: `out` cannot be written; it says where the samples are.
+        """
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        try:
+            Path(self.out).write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            kept = _kept(text)
+            where = f"the samples are in {kept}" if kept else "the samples are lost; run the command again"
+            raise ValueError(f"--out {self.out} cannot be written ({error.strerror}); {where}") from None
 
     def _rows(self, batch: RolloutBatch, prompts: list[Prompt], tokenizer: Tokenizer) -> list[dict[str, Any]]:
         """Return this rank's samples as they are written."""
@@ -259,9 +273,18 @@ class Evaluation:
             sums.add("score", sum(row["score"] for row in rows), len(rows))
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+def _kept(text: str) -> str:
+    """Write samples to a temporary file and return its name, or "" if there is no room either."""
+    place = ""
+    try:
+        number, place = tempfile.mkstemp(prefix="samples_", suffix=".jsonl")
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        if place:
+            os.unlink(place)
+        return ""
+    return place
 
 
 def described(means: dict[str, float]) -> str:
@@ -286,11 +309,14 @@ def main() -> None:
 
     evaluation = Evaluation(**json.loads(sys.argv[1]))
     try:
-        means = evaluation.run()
+        found = evaluation.run()
+        if found is not None:
+            means, rows = found
+            print(described(means), flush=True)
+            if evaluation.out:
+                evaluation.save(rows)
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
-    if means is not None:
-        print(described(means), flush=True)
     process.end(0)
 
 

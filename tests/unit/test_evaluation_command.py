@@ -105,3 +105,20 @@ def test_rows_without_ground_truth_are_refused_where_one_is_compared(tmp_path, m
         return
     with pytest.raises(ValueError, match=f"and 2 rows have none, first at {prompts}, line 2; name its"):
         given.read()
+
+
+def test_samples_that_find_no_room_are_kept_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows = [{"sample": 0, "response": "a\ud800"}, {"sample": 1, "response": "模"}]
+    with pytest.raises(
+        ValueError, match=r"--out /dev/full cannot be written .No space left on device.; "
+    ) as error:
+        Evaluation(settings={}, out="/dev/full").save(rows)
+    (kept,) = tmp_path.iterdir()
+    assert str(error.value).endswith(f"the samples are in {kept}")
+    Evaluation(settings={}, out=str(tmp_path / "out.jsonl")).save(rows)
+    assert kept.read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    assert json.loads(kept.read_text().splitlines()[1]) == rows[1]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="the samples are lost; run the command again"):
+        Evaluation(settings={}, out="/dev/full").save(rows)
