@@ -26,8 +26,9 @@ from parallel.runtime.store import reserved_port
 from parallel.runtime.watchdog import Watchdog
 
 NUM_RANKS, VICTIM = 4, 2
-TIMEOUT_S = 3.0
 END_S = 90  # from the start of the ranks until all have ended
+TIMEOUT_S = 3.0
+TIMEOUTS_S = {"off": 0.0, "slow": 8.0, "preempted": END_S, "terminated": END_S}  # of those that do not hang
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
@@ -102,10 +103,10 @@ def slow(watchdog: Watchdog, rank: int) -> None:
             meet()
     with watchdog.operation("critic_update"):
         for _ in range(5 if rank == VICTIM else 0):
-            time.sleep(0.8)
+            time.sleep(2)
             watchdog.beat()
     with watchdog.operation("start", timeout_s=END_S), watchdog.operation("save"):
-        time.sleep(TIMEOUT_S + 1.5 if rank == VICTIM else 0)
+        time.sleep(TIMEOUTS_S["slow"] + 1.5 if rank == VICTIM else 0)
     with watchdog.operation("actor_update"):
         meet()
 
@@ -184,7 +185,7 @@ def run_rank(name: str, folder: Path) -> None:
     """The life of a rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with Watchdog(0 if name == "off" else TIMEOUT_S, folder, watched(name)) as watchdog:
+    with Watchdog(TIMEOUTS_S.get(name, TIMEOUT_S), folder, watched(name)) as watchdog:
         watchdog.iteration = 5
         (SCENARIOS | UNDER_TORCHRUN)[name](watchdog, rank)
     dist.destroy_process_group()
