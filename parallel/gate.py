@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from parallel.runtime import process
 
 GATE = "VERL_MEGATRON_GATE"  # environment variable of the ranks: the file that says whether the checks passed
 PASSED = b"passed"
+LAUNCHER_S = 3.0  # for the launcher to hear that the checks have failed
 
 
 class Gate:
@@ -119,6 +121,7 @@ def pass_through() -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.read(file, len(PASSED)) != PASSED:
-            process.end(2)  # the checks have said why
+            time.sleep(LAUNCHER_S)  # by then it has ended this rank, and told the status of the checks
+            process.end(2)
     finally:
         os.close(file)

@@ -72,5 +72,5 @@ def doctor_here(*arguments: str, **environment: str) -> subprocess.CompletedProc
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )

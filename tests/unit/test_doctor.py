@@ -311,7 +311,7 @@ def test_the_exit_status_is_1_with_a_problem(case, monkeypatch, capsys):
 
 
 def test_asking_a_program(tmp_path):
-    assert ask([sys.executable, "-c", "print(input())"], given="given\n").text == "given\n"
+    assert ask([sys.executable, "-c", "print(input())"], given="given\n", timeout_s=100).text == "given\n"
     assert ask([str(tmp_path / "absent")]).problem == "absent cannot be started (No such file or directory)"
-    failed = ask([sys.executable, "-c", "import sys; sys.exit('why')"])
+    failed = ask([sys.executable, "-c", "import sys; sys.exit('why')"], timeout_s=100)
     assert failed.status == 1 and failed.problem == "a Python program ended with 1: why"

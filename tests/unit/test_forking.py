@@ -42,7 +42,7 @@ def work():
 
 def end(mode):
     atexit.register(print, "at exit")
-    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
     if mode == "raise":
         raise RuntimeError("planned")
     sys.exit({"0": None, "7": 7, "text": "a reason"}[mode])
@@ -358,13 +358,23 @@ def test_a_launcher_that_is_ended_while_modules_are_imported_leaves_nothing(fork
         assert running.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
+BECOMING = """
+import os, sys, time, types
+def wait():
+    print("becomes", flush=True)
+    while not os.path.exists("sent"):
+        time.sleep(0.05)
+sys.modules["numpy"] = types.SimpleNamespace(random=types.SimpleNamespace(seed=wait))
+"""
+
+
 def test_a_signal_while_a_process_becomes_a_rank_ends_it(folder):
-    wait = "import sys, time, types; wait = lambda: print('becomes', flush=True) or time.sleep(1); "
-    wait += "sys.modules['numpy'] = types.SimpleNamespace(random=types.SimpleNamespace(seed=wait))"
-    (folder / "preloading.py").write_text(PRELOAD.format(more=wait))
+    (folder / "becoming.py").write_text(BECOMING)
+    (folder / "preloading.py").write_text(PRELOAD.format(more="import becoming"))
     running = launch(folder, "print('runs', flush=True)\ntime.sleep(600)", forks=False)
     assert running.stdout and running.stdout.readline() == "becomes\n"
     running.send_signal(signal.SIGTERM)
+    (folder / "sent").touch()
     output, _ = running.communicate(timeout=60)
     assert output.count("runs") <= 1, "the second one may, until the agent sees that the first has ended"
     assert running.returncode == 128 + signal.SIGTERM

@@ -104,19 +104,18 @@ def test_phase_timer_adds_up_and_starts_over():
         yield
         assert len(waits) % 2 == 0, "left before the device was done"
 
+    before = time.perf_counter()
     timer = PhaseTimer(synchronize=lambda: waits.append(1), around=around)
     assert timer.pop() == {}
-    begin = time.perf_counter()
     for _ in range(2):
         with timer.phase("rollout"):
             time.sleep(0.02)
         time.sleep(0.03)
     with pytest.raises(RuntimeError), timer.phase("update"):
         raise RuntimeError
-    seconds, wall_s = timer.pop(), time.perf_counter() - begin
+    seconds, wall_s = timer.pop(), time.perf_counter() - before
     assert list(seconds) == ["rollout", "update", "other"] and entered == ["rollout", "rollout", "update"]
-    assert 0.04 <= seconds["rollout"] < 1 and seconds["update"] < 0.02 and seconds["other"] >= 0.06
-    assert sum(seconds.values()) == pytest.approx(wall_s, abs=0.02)
+    assert seconds["rollout"] >= 0.04 and seconds["other"] >= 0.06 and sum(seconds.values()) <= wall_s
     assert len(waits) == 5  # not after a failure: the device may be gone
     assert list(timer.pop()) == ["other"]
 

@@ -36,7 +36,7 @@ def run(tmp_path):
         environment = environment_of_ranks() | variables
         environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
         command = [sys.executable, "-m", *LAUNCH, "-m", "asked", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
     return run
 

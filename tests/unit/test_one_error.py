@@ -21,9 +21,10 @@ from tests.worlds import ROOT
 LAUNCHER = [sys.executable, "-m", "parallel.runtime.launch", "--local-addr", "127.0.0.1"]
 HEAD = """
 import os, signal, sys, time
-from parallel.runtime import endings
+from parallel.runtime import endings, run_log
 from parallel.runtime.refusal import RefusalError, complain, fail, speak_once
 from parallel.runtime.run_log import RunLog
+run_log.PATIENCE_S = 60.0
 rank = int(os.environ["RANK"])
 """
 FAILS = """
@@ -55,7 +56,7 @@ def test_an_error_of_all_ranks_is_one_line_and_the_tracebacks_are_in_the_log(tmp
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert said.returncode == 1 and "Traceback" not in said.stdout + said.stderr, said.stderr
     *before, last = said.stderr.splitlines()
@@ -90,7 +91,7 @@ def test_what_other_ranks_raise_after_the_first_is_in_the_log_only(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert said.returncode == 2
     assert said.stderr.splitlines() == ["error: reward.function=mine.py:score failed"]

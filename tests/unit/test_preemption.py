@@ -97,6 +97,7 @@ def test_a_run_that_is_saving_is_not_ended_by_its_grace():
         with Preemption(grace_s=0.3) as preemption:
             preemption.hold()
             ready()
+            assert eventually(preemption._asked.is_set)
             time.sleep(1.0)
 
     with forked(run) as pid:
@@ -115,23 +116,25 @@ def test_all_that_follows_the_last_iteration_is_saving(step, is_held):
     assert trainer.preemption._held.is_set() == is_held
 
 
-def test_a_second_sigterm_ends_at_once_and_a_copy_does_not(capfd, monkeypatch):
-    monkeypatch.setattr(preemption, "COPY_S", 1.5)
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_second_sigterm_ends_at_once_and_a_copy_does_not(capfd, monkeypatch, is_copy):
+    monkeypatch.setattr(preemption, "COPY_S", 3600.0 if is_copy else 0.0)
 
     def run(ready):
-        with Preemption(grace_s=10 * PATIENCE_S):
+        with Preemption(grace_s=10 * PATIENCE_S) as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert eventually(request._asked.is_set)
             ready()
             wait_in_c()
 
     with forked(run) as pid:
         os.kill(pid, signal.SIGTERM)
-        time.sleep(0.2)
-        os.kill(pid, signal.SIGTERM)
-        time.sleep(2)
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # alive: the two were one request
-        os.kill(pid, signal.SIGTERM)
-        assert end_of(pid) == EXIT_STATUS
-    assert capfd.readouterr().err.count("SIGTERM") == 2  # the request and the end
+        if is_copy:
+            time.sleep(1)
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # alive: the two were one request
+        else:
+            assert end_of(pid) == EXIT_STATUS
+    assert capfd.readouterr().err.count("SIGTERM") == 2 - is_copy  # the request and the end
 
 
 def test_the_sigterm_of_a_forked_child_is_its_own():

@@ -1,6 +1,7 @@
 """Idle time and its causes, and profiles of recurring phases, with the real torch.profiler."""
 
 import json
+import re
 
 import torch
 
@@ -65,7 +66,7 @@ def test_a_phase_is_profiled_the_second_time_it_comes_and_for_so_long(tmp_path):
         "short_rank3.txt",
     ]
     text = (profiler.folder / "short_rank3.txt").read_text()
-    assert text.startswith("short on rank 3, the first 0.0") and "aten::mm" in text
+    assert re.match(r"short on rank 3, the first \d+\.\d\d? s", text) and "aten::mm" in text
     text = (profiler.folder / "long_rank3.txt").read_text()
     assert "aten::add" in text and "aten::mm" not in text, "the profile goes on after its time"
     assert json.loads((profiler.folder / "long_rank3.json").read_text())["traceEvents"]

@@ -307,7 +307,7 @@ def test_what_does_not_exist_is_said_in_one_line(settings, given, message, tmp_p
         env=environment(**told),
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=300,
     )
     assert (
         run.returncode == 2

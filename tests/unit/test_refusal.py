@@ -2,10 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
-import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from parallel.rank_set import agree
 from parallel.runtime.environment import NUMBERS, TEXTS, check_environment, check_world
 from parallel.runtime.refusal import LINE, VALUE, RefusalError, nearest, readable, short_repr
 from tests.one_rank import ONE_RANK
+from tests.processes import eventually
 from tests.worlds import ROOT
 
 WORLD = {
@@ -122,6 +124,13 @@ def test_alone_an_agreement_is_a_call():
         agree(fail, ONE_RANK)
 
 
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler of SIGTERM; a zombie has none."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> list[tuple[int, str, str]]:
     """(exit status, stderr, torchrun's error file) of each rank of a world of plain processes."""
     file = tmp_path / "script.py"
@@ -143,7 +152,9 @@ def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> li
         )
     ended = []
     running[0].wait(timeout=60)
-    time.sleep(0.5)
+    assert eventually(
+        lambda: all(process.poll() is not None or catches_sigterm(process.pid) for process in running)
+    )
     for rank, process in enumerate(running):
         process.terminate()  # as torchrun does when one has ended
         text = process.communicate(timeout=60)[1]

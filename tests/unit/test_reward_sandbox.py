@@ -283,7 +283,7 @@ def test_everything_ends_with_a_killed_trainer(functions):
 
     try:
         assert started.stdout.readline() == "ready\n"
-        assert eventually(are_all_there), processes
+        assert eventually(are_all_there, within_s=100), processes
     finally:
         started.kill()
         started.wait()

@@ -62,10 +62,23 @@ def closed_port() -> Iterator[int]:
 
 
 def asked(answer: Answer, *, count: int = 2, timeout_s: float = 5.0) -> tuple[dict, RewardPool]:
-    """Score `count` samples by a server that answers so."""
-    with serving(answer) as url, RewardPool(url, timeout_s=timeout_s, failure_score=-1) as pool:
+    """Score `count` samples, in one request, by a server that answers so."""
+    is_asked, are_there = threading.Event(), threading.Event()
+
+    def after_one(request: dict) -> tuple[int, bytes] | None:
+        if request["samples"][0]["prompt"] != "one that keeps the server busy":
+            return answer(request)
+        is_asked.set()
+        are_there.wait(100)
+        return lengths(request)
+
+    with serving(after_one) as url, RewardPool(url, timeout_s=timeout_s, failure_score=-1) as pool:
+        pool.submit(count, "one that keeps the server busy", "", None)
+        assert is_asked.wait(100)
         for number in range(count):
             pool.submit(number, "p", "x" * number, None)
+        are_there.set()
+        pool.results([count])
         return pool.results(), pool
 
 
@@ -217,7 +230,9 @@ def test_an_answer_that_breaks_off_is_asked_for_again():
         for sent in (text[:9], text):
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1 << 16)
+                received = b""
+                while not received.endswith(b"}]}"):
+                    received += connection.recv(1 << 16)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + sent)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

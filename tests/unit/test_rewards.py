@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import all_ended, is_alive
+from tests.processes import all_ended, eventually, is_alive
 from verl_megatron.rewards.functions import REWARDS, load_reward
 from verl_megatron.rewards.pool import RewardPool
 
@@ -169,7 +169,7 @@ def test_every_failure_costs_its_sample_only(functions):
             pool.submit(sample_id, "the prompt", response, None)
         started = time.monotonic()
         rewards = pool.results()
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 50
         workers = children_of(os.getpid())
         for sample_id, kind in enumerate(kinds.values()):
             assert rewards[sample_id].failure == kind
@@ -196,8 +196,8 @@ def test_close_ends_workers_in_the_middle_of_a_call(functions):
     pool = RewardPool(f"{functions}:misbehave", workers=2, timeout_s=300)
     for sample_id in range(500):
         pool.submit(sample_id, "x" * 2000, "hang", None)  # more than a pipe holds
+    assert eventually(lambda: len(children_of(os.getpid()) - before) == 2)
     workers = children_of(os.getpid()) - before
-    assert len(workers) == 2
     pool.close()
     assert not any(map(is_alive, workers))
 
@@ -218,9 +218,9 @@ def test_workers_die_with_a_killed_parent(functions):
     )
     try:
         assert parent.stdout.readline() == "ready\n"
+        assert eventually(lambda: len(children_of(parent.pid)) == 2)
         time.sleep(0.3)  # both calls run
         workers = children_of(parent.pid)
-        assert len(workers) == 2
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()

@@ -66,7 +66,8 @@ def test_a_living_run_keeps_it_and_is_named(tmp_path, world, holder):
         RunLock(tmp_path, ONE_RANK).__enter__()
 
 
-def test_a_dead_run_does_not_keep_it_though_nobody_has_asked_for_its_status(tmp_path, world, holder):
+def test_a_dead_run_does_not_keep_it_though_nobody_has_asked_for_its_status(tmp_path, monkeypatch, holder):
+    monkeypatch.setattr(run_lock, "DYING_S", 30.0)
     holder.kill()
     with RunLock(tmp_path, ONE_RANK):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
@@ -75,8 +76,8 @@ def test_a_dead_run_does_not_keep_it_though_nobody_has_asked_for_its_status(tmp_
 
 def test_a_dying_run_is_waited_for(tmp_path, world, holder, monkeypatch):
     monkeypatch.setattr(run_lock, "DYING_S", 20.0)
-    threading.Timer(0.5, holder.kill).start()
     began = time.monotonic()
+    threading.Timer(0.5, holder.kill).start()
     with RunLock(tmp_path, ONE_RANK):
         assert 0.3 < time.monotonic() - began < 20
 
@@ -93,11 +94,18 @@ def far(path) -> None:
 
 def test_a_run_elsewhere_that_renews_its_file_keeps_the_folder(tmp_path, world, capsys):
     far(path := tmp_path / NAME)
-    threading.Timer(0.5, os.utime, [path]).start()
+    is_told = threading.Event()
+
+    def renew() -> None:
+        while not is_told.wait(0.2):
+            os.utime(path)
+
+    threading.Thread(target=renew, daemon=True).start()
     with pytest.raises(
         ValueError, match=rf"process 1 on far, since .*; wait for it, .* or remove {path} if it is gone"
     ):
         RunLock(tmp_path, ONE_RANK).__enter__()
+    is_told.set()
     assert capsys.readouterr().out.count("waiting until it is renewed or 180 s old") == 1
 
 
@@ -106,7 +114,7 @@ def test_a_run_elsewhere_that_is_silent_is_dead(tmp_path, world, monkeypatch):
     os.utime(path, (time.time() - run_lock.SILENT_S - 5,) * 2)
     with RunLock(tmp_path, ONE_RANK):
         assert json.loads(path.read_text())["pid"] == os.getpid()
-    monkeypatch.setattr(run_lock, "SILENT_S", 0.7)
+    monkeypatch.setattr(run_lock, "SILENT_S", 4.0)
     far(path)
     with RunLock(tmp_path, ONE_RANK):  # after a while
         assert json.loads(path.read_text())["pid"] == os.getpid()

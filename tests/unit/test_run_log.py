@@ -21,8 +21,9 @@ from verl_megatron.lifecycle.base_trainer import node_of
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank (\d+): (.*)")
 HEAD = """
 import ctypes, os, signal, subprocess, sys, time
-from parallel.runtime import endings
+from parallel.runtime import endings, run_log
 from parallel.runtime.run_log import RunLog
+run_log.PATIENCE_S = 60.0
 """
 
 
