@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,12 +27,6 @@ def environment_of_ranks() -> dict[str, str]:
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     outside = {name: value for name, value in os.environ.items() if name not in OF_A_WORLD}
     return {**outside, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path}
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def run_world(

@@ -242,10 +242,10 @@ def test_each_world_on_a_host_of_its_own(nodes, tmp_path):
     settings = settings_of(
         tmp_path, tmp_path / "run", "actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1"
     )
-    settings += ["run.iterations=8", "run.export=false", "rollout.devices=1", "async.max_staleness=1"]
+    settings += ["run.iterations=20", "run.export=false", "rollout.devices=1", "async.max_staleness=1"]
     recipe = RECIPE.replace("tests.distributed.launch_worker", "verl_megatron.train")
     run = Launched(nodes, *settings, slots=1, folder=tmp_path, recipe=recipe)
-    run.said("step 2/8: ")
+    run.said("step 2/20: ")
     assert run.listening() <= {"127.0.0.1", *nodes.addresses}
     of_rank = {}
     for pid in run.alive():

@@ -72,8 +72,8 @@ def test_a_teacher_alone_in_a_world_teaches_the_same(toy, tmp_path):
 
 def test_a_scoring_world_that_dies_is_started_again_and_the_numbers_stay(stale, job, toy, tmp_path):
     """It works ahead of training, and is killed in the middle of that."""
-    with started(tmp_path, *settings_of(toy, tmp_path / "run", *job, *STALE, *SCORING)) as worlds:
-        kill(worlds, "reward", once="step 2/6")
+    settings = settings_of(toy, tmp_path / "run", *job, *STALE, *SCORING)
+    with started(tmp_path, *settings, kills="reward=6") as worlds:
         ended = worlds.wait(timeout_s=300)
         assert not ended.code and not worlds.leftovers(), ended.text
     assert ended.stdout.count("the reward world ended with 137 and is started again") == 1

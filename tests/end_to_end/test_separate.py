@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from parallel.runtime.store import reserved_port
 from tests.end_to_end.conftest import TRAIN, settings_of
 from tests.end_to_end.launch import GONE, MARK, Ended, Started, parent_of, run
 from tests.end_to_end.measured import learned
 from tests.end_to_end.test_signals import listening
-from tests.worlds import ROOT, environment_of_ranks, free_port
+from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.observe.timeline import Timeline
 from verl_megatron.observe.tracking import read_metrics
 
@@ -41,17 +42,18 @@ def command(*settings: str) -> list[str]:
 
 
 @contextmanager
-def started(folder: Path, *settings: str, wrong_weights: str = "") -> Iterator[Started]:
+def started(folder: Path, *settings: str, wrong_weights: str = "", kills: str = "") -> Iterator[Started]:
     """Start both worlds, with their output in `folder`; they are ended with the block.
 
     Args:
-        wrong_weights: what is wrong with those of the rollout (wrong_weights/sitecustomize.py).
+        wrong_weights, kills: faults of planted/sitecustomize.py.
     """
     mark = uuid.uuid4().hex
     environment = environment_of_ranks() | {MARK: mark}
-    if wrong_weights:
-        path = f"{Path(__file__).with_name('wrong_weights')}{os.pathsep}{environment['PYTHONPATH']}"
-        environment |= {"PYTHONPATH": path, "WRONG_WEIGHTS": wrong_weights}
+    planted = {"WRONG_WEIGHTS": wrong_weights, "KILLS": kills}
+    if wrong_weights or kills:
+        path = f"{Path(__file__).with_name('planted')}{os.pathsep}{environment['PYTHONPATH']}"
+        environment |= {"PYTHONPATH": path} | {name: what for name, what in planted.items() if what}
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             command(*settings),
@@ -150,23 +152,22 @@ def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
         seconds = row["train/step_time_ms"] / 1e3
         assert row["async/training_wait_fraction"] == pytest.approx(row["time/rollout_s"] / seconds)
         assert row["async/weights_transfer_s"] > 0 and row["async/weights_adopt_s"] > 0
-        assert 0 <= row["async/sample_transfer_fraction"] < 1  # 0: they came with an earlier iteration's
+        assert row["async/sample_transfer_fraction"] >= 0  # 0: they came with an earlier iteration's
         assert 0 <= row["async/rollout_wait_fraction"] < 1 and row["async/tokens_dropped"] == 0
         of_responses = 16 * row["rollout/response_tokens_mean"] / seconds / 2  # one training GPU, one rollout
         assert row["train/throughput_tokens_per_sec_per_gpu"] > of_responses
 
 
 def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_path):
-    with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *STALE), "--max-restarts", "1") as both:
+    settings = (*settings_of(toy, tmp_path / "run", *JOB, *STALE), "--max-restarts", "1")
+    with started(tmp_path, *settings, kills="rollout=4 train=5") as both:
         wait_for(both, "step 1/6")
         assert listening(both.processes()) == {"0100007F"}, "on the loopback only"
-        kill(both, "rollout", once="step 2/6")
-        kill(both, "train", once="step 4/6")
         ended = both.wait(timeout_s=300)
         assert not ended.code and not both.leftovers(), ended.text
     assert ended.stdout.count("the rollout world ended with 137 and is started again") == 1
     assert ended.stdout.count("rollout world 2 has joined") == 1
-    assert "resuming after iteration 4" in ended.text or "resuming after iteration 2" in ended.text
+    assert "resuming after iteration 4" in ended.text
     assert numbers(tmp_path / "run") == numbers(stale)
     assert_balanced(tmp_path / "run")
 
@@ -191,9 +192,8 @@ def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
     window += ("async.sync_interval=2",)
     window += ("algorithm.old_logprobs=loglinear", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3")
     settings = settings_of(toy, tmp_path / "run", *JOB, "rollout.devices=1+2", *window)
-    with started(tmp_path, *settings, "rollout.max_num_seqs=2", "--max-restarts", "1") as worlds:
-        kill(worlds, "rollout:1", once="step 1/6")
-        kill(worlds, "train", once="step 4/6")
+    settings += ["rollout.max_num_seqs=2", "--max-restarts", "1"]
+    with started(tmp_path, *settings, kills="rollout:1=12 train=5") as worlds:
         ended = worlds.wait(timeout_s=300)
         assert not ended.code and not worlds.leftovers(), ended.text
     assert ended.stdout.count("the rollout:1 world ended with 137 and is started again") == 1, ended.text
@@ -241,18 +241,24 @@ def test_a_stopped_training_world_is_ended_and_resumes(stale, toy, tmp_path):
 
 
 def test_worlds_that_are_started_by_hand_are_the_same_run(together, toy, tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_MEGATRON_BRIDGE", f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("VERL_MEGATRON_TOKEN", "a secret of this run")
     settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
     (tmp_path / "rollout").mkdir()
+    with reserved_port() as holder:
+        monkeypatch.setenv("VERL_MEGATRON_BRIDGE", f"127.0.0.1:{holder.getsockname()[1]}")
+        end_of_both(tmp_path, settings)
+    assert numbers(tmp_path / "run", but="async/") == numbers(together)
+
+
+def end_of_both(folder: Path, settings: list[str]) -> None:
+    """Start each world by a command of its own, and wait for both."""
     with (
-        started(tmp_path, *settings, "--role", "train") as training,
-        started(tmp_path / "rollout", *settings, "--role", "rollout") as rollout,
+        started(folder, *settings, "--role", "train") as training,
+        started(folder / "rollout", *settings, "--role", "rollout") as rollout,
     ):
         for world in (training, rollout):
             ended = world.wait(timeout_s=300)
             assert not ended.code and not world.leftovers(), ended.text
-    assert numbers(tmp_path / "run", but="async/") == numbers(together)
 
 
 @pytest.mark.long
