@@ -21,6 +21,7 @@ from pathlib import Path
 from parallel.checkpoint.sealed import opened, shortened
 from parallel.rank_set import RankSet
 from parallel.runtime import process
+from parallel.runtime.refusal import RefusalError
 
 NAME = "run.lock"
 BEAT_S = 15.0
@@ -33,7 +34,7 @@ class RunLock:
     """Lock that the first of `ranks` holds during the `with` block; every one of them enters it.
 
     Raises:
-        ValueError: on every rank, if another run holds the folder, or if it cannot be written.
+        RefusalError: on every rank, if another run holds the folder, or if it cannot be written.
     """
 
     def __init__(self, folder: str | Path, ranks: RankSet):
@@ -46,7 +47,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         if problem := self.ranks.broadcast_object(self._acquire() if self.ranks.is_first else None):
             self._release()
-            raise ValueError(problem)
+            raise RefusalError(problem)
         return self
 
     def __exit__(self, *exception: object) -> None:

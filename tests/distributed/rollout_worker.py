@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed import rollout_engines as engines
 from tests.distributed.rollout_alone import alone
+from tests.processes import eventually
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 
 
@@ -118,21 +119,18 @@ def world():
     shares = check_samples(actor, samples, expected, expected_logprobs)
     assert len(finished) == (shares[actor.replica] if actor.is_owner else 0), shares
 
-    def slow(sample):
-        time.sleep(0.6)
+    store = dist.distributed_c10d._get_default_store()
 
-    shares = check_samples(
-        actor,
-        actor.generate(engines.REQUESTS, engines.SAMPLING, on_finish=slow if actor.replica == 0 else None),
-        expected,
-        expected_logprobs,
-    )
-    assert shares[0] < 14, shares  # 8 at first, then one each 0.6 s
+    def waits(sample):
+        assert eventually(lambda: store.add("finished by the other", 0) == 24, within_s=120)
+
+    on_finish = (waits, lambda _: store.add("finished by the other", 1))[actor.replica]
+    samples = actor.generate(engines.REQUESTS, engines.SAMPLING, on_finish=on_finish)
+    assert check_samples(actor, samples, expected, expected_logprobs) == [8, 24]
     assert engines.tokens_of(actor.generate(engines.REQUESTS[:6], engines.SAMPLING, shared=False)) == {
         str(sample): expected[str(sample)] for sample in range(6)
     }
     assert engines.process_state() == before
-    store = dist.distributed_c10d._get_default_store()
     assert not any(
         store.check([f"verl_megatron/samples/{i}"]) or store.check([f"verl_megatron/samples/{i}/finished"])
         for i in range(4)

@@ -17,7 +17,7 @@ from tests.worlds import ROOT
 
 NUM_RANKS = 4
 WORKER = "tests.distributed.dying_worker"
-START_S, END_S = 120, 30  # to import and to build; from the death until the last rank has ended
+START_S, END_S = 240, 60  # to import and to build; from the death until the last rank has ended
 
 
 @dataclass(frozen=True, kw_only=True)

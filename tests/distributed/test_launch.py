@@ -165,7 +165,7 @@ class Launched:
         return self.process.wait(300)
 
     def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, command_lines(left)

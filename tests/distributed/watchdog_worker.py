@@ -28,7 +28,9 @@ from parallel.runtime.watchdog import Watchdog
 NUM_RANKS, VICTIM = 4, 2
 END_S = 90  # from the start of the ranks until all have ended
 TIMEOUT_S = 3.0
-TIMEOUTS_S = {"off": 0.0, "slow": 8.0, "preempted": END_S, "terminated": END_S}  # of those that do not hang
+# Of those that do not hang, and of those in which the other ranks do something before one hangs.
+TIMEOUTS_S = {"off": 0.0, "slow": 8.0, "preempted": END_S, "terminated": END_S}
+TIMEOUTS_S |= dict.fromkeys(("stopped", "other_collective", "skipped"), 8.0)
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

@@ -1,8 +1,8 @@
 """`verl_megatron.train` with a rank that is killed or hangs at given moments of each attempt.
 
 KILLS names a JSON list of {"rank", "operation", "entry", "delay_s"}. In attempt k of the launcher the rank
-gets SIGKILL `delay_s` after it begins that operation (as the watchdog calls it) for the `entry`-th time; it
-hangs where delay_s is null. KILLS.log records where it was.
+gets SIGKILL, or the signal of that name, `delay_s` after it begins that operation (as the watchdog calls it)
+for the `entry`-th time; it hangs where delay_s is null. KILLS.log records where it was.
 """
 
 import contextlib
@@ -30,24 +30,25 @@ def arm(kills: Path) -> None:
         with usual(self, name, **options):
             entries.extend([name] * (name == moment["operation"]))
             if name == moment["operation"] and len(entries) == moment["entry"]:
-                struck(self, moment["delay_s"], kills.with_suffix(".log"))
+                number = signal.Signals[moment.get("signal", "SIGKILL")]
+                struck(self, moment["delay_s"], number, kills.with_suffix(".log"))
             yield
 
     Watchdog.operation = operation
 
 
-def struck(watchdog: Watchdog, delay_s: float | None, log: Path) -> None:
+def struck(watchdog: Watchdog, delay_s: float | None, number: int, log: Path) -> None:
     if delay_s is not None:
-        threading.Thread(target=end, args=(watchdog, delay_s, log), daemon=True).start()
+        threading.Thread(target=end, args=(watchdog, delay_s, number, log), daemon=True).start()
         return
     note(watchdog, log)
     threading.Event().wait()
 
 
-def end(watchdog: Watchdog, delay_s: float, log: Path) -> None:
+def end(watchdog: Watchdog, delay_s: float, number: int, log: Path) -> None:
     time.sleep(delay_s)
     note(watchdog, log)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 def note(watchdog: Watchdog, log: Path) -> None:

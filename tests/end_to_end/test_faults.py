@@ -172,7 +172,7 @@ def test_a_reward_that_always_fails(toy, tmp_path, validation):
         *([] if validation else ["data.validation="]),
     ]
     ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job, reward="broken"), folder=tmp_path).wait(
-        timeout_s=200
+        timeout_s=400
     )
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
     samples = 8 if validation else 16

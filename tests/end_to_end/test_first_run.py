@@ -17,6 +17,7 @@ from tests.tiny import SERVED, write_hf
 from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.observe.tracking import read_metrics
 
+pytestmark = pytest.mark.timeout(1800)  # a fixture runs all commands
 MODEL = "Qwen2.5-0.5B-Instruct"
 PAGE = (ROOT / "docs/first-run.md").read_text()
 CHATML = (

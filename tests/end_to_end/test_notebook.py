@@ -68,7 +68,7 @@ class Kernel:
             elif message["msg_type"] == "error":
                 value = f"{content['ename']}: {content['evalue']}"
 
-        self.client.execute_interactive(cell, timeout=120, output_hook=take)
+        self.client.execute_interactive(cell, timeout=300, output_hook=take)
         return "".join(printed), value
 
 
@@ -84,13 +84,14 @@ def kernel(folder: Path) -> Iterator[Kernel]:
     client = manager.blocking_client()
     try:
         client.start_channels()
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=300)
         yield Kernel(client)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.timeout(1500)
 def test_runs_in_a_notebook(toy, tmp_path):
     with serving(toy / "model") as served, kernel(tmp_path) as notebook:
         said, error = notebook.run(SEVERAL_RANKS.format(toy=toy))

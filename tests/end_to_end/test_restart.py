@@ -4,10 +4,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,7 +14,6 @@ from tests.end_to_end.conftest import TRAIN, adaptive_settings
 from tests.end_to_end.launch import start
 from tests.end_to_end.measured import learned
 from tests.worlds import ROOT
-from verl_megatron.observe.tracking import read_metrics
 
 PLACES = ("actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2")
 
@@ -101,17 +98,13 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     assert not started.leftovers()
 
 
-def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
+def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path, monkeypatch):
     """To one rank, in the middle of an iteration; the same command then goes on, to the same end."""
+    asked = {"rank": 1, "operation": "actor_update", "entry": 2, "delay_s": 0, "signal": "SIGTERM"}
+    (tmp_path / "kills.json").write_text(json.dumps([asked]))
+    monkeypatch.setenv("KILLS", str(tmp_path / "kills.json"))
     settings = [*adaptive_settings(toy, tmp_path / "run"), *PLACES, "run.save_interval=3"]
-    started = start(2, TRAIN, *settings, folder=tmp_path)
-    deadline, victim = time.monotonic() + 240, None
-    while not (tmp_path / "run/metrics.jsonl").exists() or len(read_metrics(tmp_path / "run")) < 2:
-        assert started.process.poll() is None and time.monotonic() < deadline, started.wait(timeout_s=0).text
-        if victim is None and (tmp_path / "run/metrics.jsonl").exists():
-            victim = started.rank(1)  # before there is a hurry
-        time.sleep(0.01)
-    os.kill(victim or started.rank(1), signal.SIGTERM)
+    started = start(2, "tests.end_to_end.killed_train", *settings, folder=tmp_path)
     ended = started.wait(timeout_s=300)
     assert ended.code == 0 and not ended.error_lines, ended.text
     (step,) = re.findall(r"ending after iteration (\d), as SIGTERM asks for", ended.stdout)

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.end_to_end.launch import GONE
 from tests.end_to_end.signals_worker import STALL_S, names_left, start
+from tests.processes import eventually
 from tests.worlds import ROOT
 
 
@@ -113,9 +113,7 @@ def test_an_end_that_saves_nothing_is_one_line(toy, tmp_path, moment, number, st
     """Ctrl-C at any time, and SIGTERM while the ranks are being started."""
     running = start(tmp_path, toy, "run.iterations=1000")
     running.wait_for(moment or "$", within_s=300)
-    deadline = time.monotonic() + 60
-    while not moment and running.rank(1) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert moment or eventually(lambda: running.rank(1) is not None, within_s=300)
     os.killpg(running.process.pid, number)  # as a terminal does
     assert running.process.wait(300) == status, running.text[-6000:]
     ends = [line for line in running.text.splitlines() if line.startswith(("interrupted", "on SIGTERM"))]

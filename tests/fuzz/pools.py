@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fuzz.case import ACCEPTED, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 8.0
 LONGEST_TEXT = 200_000  # characters: what a worker prints is shown up to a limit
 HEAD = "import math, os, random, signal, sys, time\n"
 DEF = "def score(prompt, response, ground_truth, extra):\n    if response == 'good':\n        return 1.0\n"

@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from tests.fuzz.case import Case, Ended
 
-LIMIT_S = 120.0  # a case that takes longer hangs
+LIMIT_S = 180.0  # a case that takes longer hangs
 MEMORY_BYTES = 4 << 30  # that a case may take beyond what the parent has
-PATIENCE_S = 10.0  # for the processes of a case, after its own end
+PATIENCE_S = 30.0  # for the processes of a case, after its own end
 MARK = "VERL_MEGATRON_FUZZ"  # variable that names the case in whatever its process starts
 
 

@@ -14,7 +14,8 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     """Sum statistics of the samples owned by this rank.
 
     These are the reward, response tokens, the share of responses that were cut off, the KL of a sample from
-    the reference and from the teacher, and the log-prob gap to the sampler (nats).
+    the reference and from the teacher, and the log-prob gap to the sampler (nats). Sums are in float64:
+    which rank has which sample does not matter.
     """
     sums, samples, mask_BT = Sums(), len(batch), batch.response_mask
     tokens_B = mask_BT.sum(-1)
@@ -22,16 +23,16 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     if batch.is_cut is not None:
         sums.add("rollout/cut_fraction", batch.is_cut.sum(), samples)
     if batch.rewards is not None:
-        sums.add(REWARD_MEAN, batch.rewards.sum(), samples)
+        sums.add(REWARD_MEAN, batch.rewards.double().sum(), samples)
     kl_BT = reference_kl(batch, estimator=kl_estimator)
     if kl_BT is not None:
-        sums.add("kl/ref", kl_BT.sum(), samples)
+        sums.add("kl/ref", kl_BT.double().sum(), samples)
     if batch.teacher_logprobs is not None:
         gap_BT = batch.required("logprobs") - batch.teacher_logprobs
-        sums.add("kl/teacher", gap_BT[mask_BT].sum(), samples)
+        sums.add("kl/teacher", gap_BT[mask_BT].double().sum(), samples)
     if batch.logprobs is not None and batch.rollout_logprobs is not None:
         gap_N = (batch.logprobs - batch.rollout_logprobs)[mask_BT].abs()
-        sums.add("rollout/logprob_gap_mean", gap_N.sum(), gap_N.numel())
+        sums.add("rollout/logprob_gap_mean", gap_N.double().sum(), gap_N.numel())
         if gap_N.numel():
             sums.max("rollout/logprob_gap_max", gap_N.max())
     if samples:
@@ -50,7 +51,7 @@ def reference_gap(batch: RolloutBatch) -> Sums:
     sums = Sums()
     if batch.ref_logprobs is not None:
         gap_N = (batch.required("logprobs") - batch.ref_logprobs)[batch.response_mask].abs()
-        sums.add("reference/logprob_gap_mean", gap_N.sum(), gap_N.numel())
+        sums.add("reference/logprob_gap_mean", gap_N.double().sum(), gap_N.numel())
         if gap_N.numel():
             sums.max("reference/logprob_gap_max", gap_N.max())
     return sums

@@ -86,7 +86,7 @@ class RewardConfig(Section):
 
     function: str = setting(
         "match",
-        "built-in name, path.py:function (must import within 45 s) or http://HOST:PORT/PATH; "
+        "built-in name, path.py:function (must import within 90 s) or http://HOST:PORT/PATH; "
         "[math:0.8,format:0.2] adds several, {DATA_SOURCE:math,default:exact} chooses by the row's "
         "data_source; empty: none",
         many=as_json,

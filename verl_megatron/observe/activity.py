@@ -15,7 +15,7 @@ from verl_megatron.observe.timeline import WAITING, Activity
 
 ASK = "activity/ask"  # key of the store
 LOOK_S = 0.05  # between two looks for the question
-ANSWER_S = 5.0  # in which a rank that takes decoding steps answers
+ANSWER_S = 10.0  # in which a rank that takes decoding steps answers
 MOST = 20_000  # notes that a rank keeps: those of many iterations
 
 

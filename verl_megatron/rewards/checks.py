@@ -15,7 +15,7 @@ from verl_megatron.rewards.plan import DEFAULT, RewardPlan, is_url, read_plan
 from verl_megatron.rewards.process import WorkerProcess
 from verl_megatron.rewards.server import server_problem
 
-CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is rejected before a model is built
+CHECK_TIMEOUT_S = 90.0  # a reward file that takes longer to import is rejected before a model is built
 SHOWN = 5  # sources in a message
 
 _COLUMNS: dict[str, list[str]] = {}  # that reward functions need, by their spec
