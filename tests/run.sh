@@ -63,7 +63,7 @@ if has_gpus; then
   run tests/unit tests/architecture tests/gpu "$@"
 else
   run -n auto tests/unit tests/architecture "$@" # side by side; the other tests start several processes each
-  run -n 2 tests/distributed tests/parity "$@" # of few processes, which often wait for each other
+  run -n 2 --dist loadfile tests/distributed tests/parity "$@" # of few processes, which often wait for each other
   run -n 2 --dist loadfile tests/end_to_end tests/gpu "$@" # tests of a file share runs
 fi
 ((any)) || status=5
