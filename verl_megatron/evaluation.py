@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from parallel.runtime import process
+from parallel.runtime import leftovers, process
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
@@ -277,7 +277,7 @@ def _kept(text: str) -> str:
     """Write samples to a temporary file and return its name, or "" if there is no room either."""
     place = ""
     try:
-        number, place = tempfile.mkstemp(prefix="samples_", suffix=".jsonl")
+        number, place = tempfile.mkstemp(".jsonl", "samples_", leftovers.lasting_folder())
         with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError:

@@ -63,6 +63,14 @@ def end() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def lasting_folder() -> Path:
+    """Return the folder for temporary files that outlast this process and its launcher."""
+    folder = Path(tempfile.gettempdir())
+    while OWNED.fullmatch(folder.name):
+        folder = folder.parent
+    return folder
+
+
 def _make(folder: Path) -> Path:
     folder.mkdir(mode=0o700)
     _own_folders.append(folder)

@@ -1,9 +1,11 @@
 """`verl-megatron evaluate` and `generate`: what their arguments become, and what is refused."""
 
 import json
+import os
 
 import pytest
 
+from parallel.runtime import leftovers
 from tests.characters import characters
 from tests.tiny import tiny_architecture
 from verl_megatron.commands import evaluation
@@ -108,7 +110,8 @@ def test_rows_without_ground_truth_are_refused_where_one_is_compared(tmp_path, m
 
 
 def test_samples_that_find_no_room_are_kept_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = f"{leftovers.mark_of(1)}/{leftovers.mark_of(os.getpid())}"  # is removed with its process
+    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}/{own}")
     rows = [{"sample": 0, "response": "a\ud800"}, {"sample": 1, "response": "模"}]
     with pytest.raises(
         ValueError, match=r"--out /dev/full cannot be written .No space left on device.; "
