@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel.runtime.store import reserved_port
 from tests.planted_machine import found, only, worst
 from verl_megatron.doctor import disk, limits, nccl, network, recipe
 from verl_megatron.doctor.finding import Answer
@@ -53,13 +54,13 @@ def test_the_hosts_name(case, monkeypatch):
 
 
 def test_a_port_that_is_taken(case, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        each = only(network.check_port, case)
-        assert each.status == "warning" and f"port {taken.getsockname()[1]} is taken" in each.found
-    assert only(network.check_port, case).status == "ok"
+    with reserved_port() as holder:  # from other programs
+        port = holder.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with socket.create_server(("", port)):
+            each = only(network.check_port, case)
+            assert each.status == "warning" and f"port {port} is taken" in each.found
+        assert only(network.check_port, case).status == "ok"
 
 
 # ---- the system --------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ import errno
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -229,8 +231,11 @@ def test_an_index_that_is_none_is_refused(server, model, weight_map):
 def test_a_server_that_is_not_there_leaves_what_is_complete(model):
     with serving(model) as served:
         url, folder = served.url, local_folder(served.url)
-    with pytest.raises(ValueError, match="cannot be read"):
-        local_folder(url)
+    with socket.socket() as holder:  # so that no other program listens there
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", urlsplit(url).port))
+        with pytest.raises(ValueError, match="cannot be read"):
+            local_folder(url)
     with serving(model) as served:  # another port, the same folder of the cache
         for path in Path(folder).glob("*.source"):
             path.write_text(path.read_text().replace(url, served.url))

@@ -184,7 +184,7 @@ def test_the_trainer_cannot_be_signalled(functions, call):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     if "without namespaces" in done.stderr:
         pytest.skip("the system gives no namespaces")

@@ -146,7 +146,7 @@ def test_workers_import_neither_torch_nor_the_main_script(functions, tmp_path):
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.split() == ["None", "0.0", "0.0"], done.stderr
 
