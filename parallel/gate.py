@@ -121,7 +121,7 @@ def pass_through() -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.read(file, len(PASSED)) != PASSED:
-            time.sleep(LAUNCHER_S)  # by then it has ended this rank, and told the status of the checks
+            time.sleep(LAUNCHER_S)  # the launcher ends this rank meanwhile, with the status of the checks
             process.end(2)
     finally:
         os.close(file)

@@ -23,16 +23,16 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     if batch.is_cut is not None:
         sums.add("rollout/cut_fraction", batch.is_cut.sum(), samples)
     if batch.rewards is not None:
-        sums.add(REWARD_MEAN, batch.rewards.double().sum(), samples)
+        sums.add(REWARD_MEAN, batch.rewards.sum(dtype=torch.float64), samples)
     kl_BT = reference_kl(batch, estimator=kl_estimator)
     if kl_BT is not None:
-        sums.add("kl/ref", kl_BT.double().sum(), samples)
+        sums.add("kl/ref", kl_BT.sum(dtype=torch.float64), samples)
     if batch.teacher_logprobs is not None:
         gap_BT = batch.required("logprobs") - batch.teacher_logprobs
-        sums.add("kl/teacher", gap_BT[mask_BT].double().sum(), samples)
+        sums.add("kl/teacher", gap_BT[mask_BT].sum(dtype=torch.float64), samples)
     if batch.logprobs is not None and batch.rollout_logprobs is not None:
         gap_N = (batch.logprobs - batch.rollout_logprobs)[mask_BT].abs()
-        sums.add("rollout/logprob_gap_mean", gap_N.double().sum(), gap_N.numel())
+        sums.add("rollout/logprob_gap_mean", gap_N.sum(dtype=torch.float64), gap_N.numel())
         if gap_N.numel():
             sums.max("rollout/logprob_gap_max", gap_N.max())
     if samples:
@@ -51,7 +51,7 @@ def reference_gap(batch: RolloutBatch) -> Sums:
     sums = Sums()
     if batch.ref_logprobs is not None:
         gap_N = (batch.required("logprobs") - batch.ref_logprobs)[batch.response_mask].abs()
-        sums.add("reference/logprob_gap_mean", gap_N.double().sum(), gap_N.numel())
+        sums.add("reference/logprob_gap_mean", gap_N.sum(dtype=torch.float64), gap_N.numel())
         if gap_N.numel():
             sums.max("reference/logprob_gap_max", gap_N.max())
     return sums
