@@ -47,7 +47,7 @@ class Residency:
 
     Args:
         trainable: the trainable models.
-        offload: state to offload from models that are not being updated: none, grads, optimizer, all.
+        offload: `reshard.offload`: the state of models that is offloaded, and when.
         sleeps: whether the rollout engine frees its GPU memory during training.
     """
 
