@@ -1,15 +1,17 @@
-"""Attention of packed groups on a GPU against plain PyTorch, then its speed against that of whole rows.
+"""Attention of packed groups on a GPU against plain PyTorch, then its speed beside other ways.
 
 python tests/gpu/shared_prompts_check.py [--only-check]
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
 from tests.gpu.kernels_check import check_then_time, milliseconds
@@ -74,25 +76,59 @@ def check(device: torch.device) -> None:
             assert max(errors) <= TOLERANCE, (groups, rows, heads, head_size, errors)
 
 
+def flexible(groups: Groups, device: torch.device | str = "cpu") -> Callable[..., Tensor]:
+    """`attention` of packed groups as PyTorch's FlexAttention computes it, with one block mask."""
+    lengths = packed(groups, [])[0].queries
+    prompts = range(len(groups))
+    prompt_of = [-1 for _ in prompts] + [i for i in prompts for _ in groups[i][1]]  # -1: is a prompt
+    counts = torch.tensor(lengths, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
+    prompt = torch.repeat_interleave(torch.tensor(prompt_of, device=device), counts)
+
+    def sees(batch, head, query, key) -> Tensor:
+        own = (sequence[query] == sequence[key]) & (query >= key)
+        return own | (prompt[query] == sequence[key])
+
+    tokens = sum(lengths)
+    mask = create_block_mask(sees, None, None, tokens, tokens, device=str(device))
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+        assert isinstance(out, Tensor), "not with its log-sum-exp"
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
 def time_all(device: torch.device, *, groups: int) -> None:
     """Milliseconds of a layer's attention of Llama 3 8B, forward, and forward and backward."""
     for name, (prompt, responses) in SHAPES.items():
-        whole = [prompt + tokens for tokens in responses] * groups
-        for how, spans in (
-            ("rows", packed([], whole, device)),
-            ("shared prompts", packed([(prompt, responses)] * groups, [], device)),
-        ):
-            given = draw(sum(spans[0].queries), (32, 8), 128, device)
+        rows = [prompt + tokens for tokens in responses] * groups
+        shared: Groups = [(prompt, responses)] * groups
+        whole, parts = packed([], rows, device), packed(shared, [], device)
+        ways: list[tuple[str, int, Callable[..., Tensor]]] = [
+            ("rows", sum(rows), lambda *qkv, scale, spans=whole: attention(*qkv, *spans, scale=scale)),
+            (
+                "shared prompts",
+                sum(parts[0].queries),
+                lambda *qkv, scale, spans=parts: attention(*qkv, *spans, scale=scale),
+            ),
+            ("FlexAttention", sum(parts[0].queries), flexible(shared, device)),
+        ]
+        for how, tokens, attend in ways:
+            given = draw(tokens, (32, 8), 128, device)
             q, k, v = (x.requires_grad_() for x in given[:3])
 
-            def forward(inputs=(q, k, v), spans=spans) -> Tensor:
-                return attention(*inputs, *spans, scale=128**-0.5)
+            def forward(inputs=(q, k, v), attend=attend) -> Tensor:
+                return attend(*inputs, scale=128**-0.5)
 
             def both(inputs=(q, k, v), forward=forward, grad=given[3]) -> None:
                 torch.autograd.grad(forward(), inputs, grad)
 
             print(
-                f"{groups} of {name}: {how:<15} {len(q):>7,} tokens {milliseconds(forward):8.3f} ms forward "
+                f"{groups} of {name}: {how:<15} {tokens:>7,} tokens {milliseconds(forward):8.3f} ms forward "
                 f"{milliseconds(both):8.3f} ms with backward",
                 flush=True,
             )
