@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 
 from parallel.gate import Gate
 from parallel.runtime import leftovers, process
@@ -51,6 +50,7 @@ def main(arguments: list[str], gate: Gate | None = None) -> int:
     """
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
+    process.keep_exit_statuses()
     for name, value in USUAL.items():
         os.environ.setdefault(name, value)
     _Asked.listen()
@@ -253,15 +253,14 @@ def _meeting_point(params):
     """
     import torch.distributed as dist
 
-    from parallel.runtime.store import quiet, serve
+    from parallel.runtime.store import meet, serve
 
     if params.max_nodes == 1:
         return dist.HashStore()
     host, _, port = params.endpoint.rpartition(":")
     if params.get_as_bool("is_host"):
         return serve(host.strip("[]"), int(port), one_host=False)
-    with quiet():  # the first host may start later
-        return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=300))
+    return meet(host.strip("[]"), int(port), within_s=300)  # the first host may start later
 
 
 def _sealed(inner, secret: str):

@@ -26,6 +26,10 @@ LAUNCHER = (
 LAUNCH = (
     "VERL_MEGATRON_LAUNCH"  # environment variable: id of this host's launch, the same for all its attempts
 )
+_LIKELY = {  # causes of signals that the system sends
+    "SIGKILL": "the host may be out of memory (dmesg says so)",
+    "SIGBUS": "a file that it was reading, such as weights, may have been shortened, or /dev/shm may be full",
+}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -36,9 +40,19 @@ def begin() -> None:
     permanent objects; what runs turns it on again.
     """
     gc.disable()
+    keep_exit_statuses()
     end_with_launcher()
     _take_interrupts()
     leftovers.begin(keep_folder=LAUNCHER in os.environ)
+
+
+def keep_exit_statuses() -> None:
+    """Let this process learn how its children end, also below a program that ignores SIGCHLD, as daemons may.
+
+    Called in the main thread.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def end_with_launcher() -> None:
@@ -143,10 +157,9 @@ def say_interrupted() -> None:
 
 
 def ended_by(number: int, *, otherwise: str = "start the run again") -> str:
-    """Return `ended by SIGNAL; REMEDY`, which is `otherwise` unless the system may have wanted its memory."""
+    """Return `ended by SIGNAL; REMEDY`, which is `otherwise` unless the signal has a likely cause."""
     name = signal.Signals(number).name
-    remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else otherwise
-    return f"ended by {name}; {remedy}"
+    return f"ended by {name}; {_LIKELY.get(name, otherwise)}"
 
 
 def end(status: int) -> NoReturn:

@@ -1,11 +1,13 @@
 """Key-value store of the ranks of a world (torch's TCPStore), listening only where the world can reach it."""
 
 import ctypes
+import errno
 import ipaddress
 import os
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +55,25 @@ def connect(address: str, port: int, *, within_s: float) -> dist.TCPStore:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=within_s))
 
 
+def meet(address: str, port: int, *, within_s: float) -> dist.TCPStore:
+    """Return a client of a store that another host may serve later; signals are handled meanwhile.
+
+    Raises:
+        OSError, RuntimeError: it is not served in time.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            client = connect(address, port, within_s=2)
+        except (OSError, RuntimeError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            client.set_timeout(timedelta(seconds=within_s))
+            return client
+
+
 def serve(address: str, port: int = 0, *, one_host: bool) -> dist.TCPStore:
     """Serve a store in this process, on the loopback for one host, else on the interface of `address`."""
     listener = listen(address, port, one_host=one_host)
@@ -88,7 +109,7 @@ def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     socket listens on all interfaces: on other hosts the name resolves to one of them.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or may not be used.
     """
     places = [(socket.AF_INET, (LOCAL, port))] if one_host else _places(address, port)
     for family, place in [*places, (socket.AF_INET, ("", port))]:
@@ -100,9 +121,11 @@ def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
             return listener
         except OSError as error:
             listener.close()
-            if one_host or error.errno == 98:  # EADDRINUSE
+            is_taken = error.errno == errno.EADDRINUSE
+            if one_host or is_taken or error.errno == errno.EACCES:
+                reason = "is taken" if is_taken else f"cannot be used ({error.strerror})"
                 raise OSError(
-                    error.errno, f"port {port} of {address} is taken; choose another MASTER_PORT"
+                    error.errno, f"port {port} of {address} {reason}; choose another MASTER_PORT"
                 ) from None
     raise OSError(f"no interface of this host can listen for {address}")
 

@@ -206,7 +206,7 @@ def test_a_rank_takes_no_options_of_the_launcher():
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 2 and "--ranks is for the command that starts ranks" in ended.stderr
+    assert ended.returncode == 2 and "starts ranks, and RANK=0 says that this is one" in ended.stderr
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,29 @@ def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
     assert errors.count("\n") == lines and errors.count("interrupted; the same command goes on") == lines
 
 
+def test_children_have_their_exit_status_where_sigchld_was_ignored():
+    told = start(
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from parallel.runtime import process\n"
+        "process.keep_exit_statuses()\n"
+        "sys.exit(subprocess.call([sys.executable, '-c', 'exit(7)']))"
+    )
+    assert told.wait(100) == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "out of memory"),
+        (signal.SIGBUS, "may have been shortened"),
+        (signal.SIGABRT, "do so"),
+    ],
+)
+def test_a_signal_is_told_with_its_likely_cause(number, words):
+    assert words in process.ended_by(number, otherwise="do so")
+
+
 # ---- the store of a world --------------------------------------------------------------------------------
 
 
@@ -111,6 +136,39 @@ def test_a_port_that_is_taken_is_named():
             OSError, match=f"port {taken.getsockname()[1]} of .* is taken; choose another MASTER_PORT"
         ):
             store.listen("127.0.0.1", taken.getsockname()[1], one_host=True)
+
+
+def test_a_port_that_may_not_be_used_is_not_called_taken(monkeypatch):
+    def refuse(self, place):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    for one_host in (True, False):
+        with pytest.raises(OSError, match=r"port 80 of .* cannot be used \(Permission denied\); choose"):
+            store.listen("127.0.0.1", 80, one_host=one_host)
+
+
+def test_a_store_that_is_served_later_is_found():
+    with store.reserved_port() as holder:
+        port = holder.getsockname()[1]
+        with ThreadPoolExecutor(1) as pool:
+            met = pool.submit(store.meet, "127.0.0.1", port, within_s=100)
+            time.sleep(0.5)
+            assert not met.done()
+            served = store.serve("127.0.0.1", port, one_host=True)
+            served.set("a", "b")
+            assert met.result(100).get("a") == b"b"
+
+
+def test_who_waits_for_a_store_can_be_interrupted():
+    with store.reserved_port() as holder:
+        waiting = start(
+            "from parallel.runtime import store; print('waits', flush=True); "
+            f"store.meet('127.0.0.1', {holder.getsockname()[1]}, within_s=600)"
+        )
+        assert waiting.stdout.readline() == "waits\n"
+        waiting.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in waiting.communicate(timeout=100)[1]
 
 
 def test_a_reserved_port_is_for_the_store_alone():

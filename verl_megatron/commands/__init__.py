@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import verl_megatron
+from parallel.runtime import process
 from parallel.runtime.refusal import complain, nearest, short_repr
 from verl_megatron.commands.interrupts import end_interrupted, take_interrupts
 from verl_megatron.commands.streams import prepare_streams
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(list(arguments))
     prepare_streams()
+    process.keep_exit_statuses()
     take_interrupts()
     try:
         try:

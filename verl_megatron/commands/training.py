@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parallel.runtime.refusal import NO_ROOM, short_repr
 from verl_megatron.commands import refusing
-from verl_megatron.launch.options import LAUNCHER_OPTIONS, is_rank, launcher_options
+from verl_megatron.launch.options import LAUNCHER_OPTIONS, OF_A_RANK, is_rank, launcher_options
 
 if TYPE_CHECKING:
     from verl_megatron.config import SupervisedConfig, TrainerConfig
@@ -228,7 +228,11 @@ def _check_command(training: Training, settings: dict[str, Any], recipe: str | N
 def _as_a_rank(module: str, arguments: list[str]) -> None:
     given = [argument.partition("=")[0] for argument in arguments]
     if named := [name for name in LAUNCHER_OPTIONS if name in given]:
-        raise ValueError(f"{named[0]} is for the command that starts ranks, and this is one; leave it out")
+        variable = next(f"{name}={os.environ[name]}" for name in OF_A_RANK if os.environ.get(name))
+        raise ValueError(
+            f"{named[0]} is for the command that starts ranks, and {variable} says that this is one; "
+            f"leave it out, or unset {' and '.join(OF_A_RANK)}"
+        )
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

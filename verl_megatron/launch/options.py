@@ -125,7 +125,7 @@ class Options(argparse.ArgumentParser):
             # a command may have no option of another one
             message += nearest(name, [option for option in self.option_names() if option != name])
         text = f"{readable(message)} (--help lists the options)"
-        if "RANK" in os.environ:  # all ranks have these arguments
+        if os.environ.get("RANK"):  # all ranks have these arguments
             complain(text, agreed=True)
         self.exit(2, f"error: {text}\n")
 
@@ -212,7 +212,7 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
 
 def is_rank() -> bool:
     """Whether a launcher has started this process as a rank."""
-    return any(name in os.environ for name in OF_A_RANK)
+    return any(os.environ.get(name) for name in OF_A_RANK)
 
 
 def given_twice(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:

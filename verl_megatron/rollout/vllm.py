@@ -100,7 +100,8 @@ class VLLMActor:
         self.tp, self.seed = tensor_parallel_size, seed
         colocation = colocation or Colocation()
         self.config = _limited(config or RolloutConfig(), samples=colocation.samples)
-        self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
+        self._in_world = bool(os.environ.get("RANK"))
+        self._in_world |= dist.is_initialized() and not VLLMActor._groups_are_ours
         if self._in_world and not dist.is_initialized():
             device.initialize()
         if self._in_world:  # vLLM builds its groups over torch's default group
