@@ -1,5 +1,6 @@
 """Every command line that cannot be meant ends with one sentence and 2, and starts nothing."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from tests.worlds import ROOT
 from verl_megatron import train
 from verl_megatron.launch import dry_run  # noqa: F401  # imported before the forks
 from verl_megatron.launch.command_line import FLAGS, _read_arguments, run_command, settings_of
+from verl_megatron.launch.options import OF_A_RANK, is_rank
 from verl_megatron.launch.recipe import check_recipe
 
 # What follows the options --config-path and --config-name, and what has to be said.
@@ -144,6 +146,25 @@ def test_arguments_that_cannot_be_meant(arguments, words, folder):
     ended = (command if is_special else forked)(arguments, folder, recipe=recipe)
     assert is_one_sentence(ended, words), (ended.returncode, ended.stdout[-500:], ended.stderr[-2000:])
     assert len(ended.stderr) < 1500
+
+
+def test_a_run_sees_the_arguments_that_were_given(folder, monkeypatch):
+    """The command that a single process recommends is made of them."""
+    given, seen = ["--config-path", str(folder), "--config-name", "good", "run.seed=3"], []
+    monkeypatch.setattr(sys, "argv", ["train", *given])
+    monkeypatch.setattr("parallel.runtime.process.end", sys.exit)
+    with pytest.raises(SystemExit):
+        run_command(lambda config: seen.append(sys.argv[1:]))
+    gc.enable()
+    assert seen == [given]
+
+
+def test_an_empty_variable_makes_no_rank(monkeypatch):
+    for name in OF_A_RANK:
+        monkeypatch.setenv(name, "")
+    assert not is_rank()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_rank()
 
 
 @pytest.mark.parametrize("option", ["--config-path", "--config-dir"])

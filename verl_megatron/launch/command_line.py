@@ -291,14 +291,20 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
     options = [part for name, value in given if value is not None for part in (name, value)] + [
         "--resolve"
     ] * known.resolve
+    arguments = sys.argv[1:]
     sys.argv[1:] = options + known.overrides + QUIET
+
+    def run_as_called(config: DictConfig) -> None:
+        sys.argv[1:] = arguments
+        run(config)
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
         recipe = merged(files)
         for override in OverridesParser.create().parse_overrides(known.overrides):
             make_room(recipe, override.key_or_group, override.value())
         ConfigStore.instance().store(name=RECIPE, node=recipe)
-        hydra.main(version_base=None, config_path=None, config_name=RECIPE)(run)()
+        hydra.main(version_base=None, config_path=None, config_name=RECIPE)(run_as_called)()
     except OverrideParseException as error:
         reason = (
             (error.message or "")
