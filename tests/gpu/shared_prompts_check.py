@@ -117,6 +117,9 @@ def time_all(device: torch.device, *, groups: int) -> None:
             ),
             ("FlexAttention", sum(parts[0].queries), flexible(shared, device)),
         ]
+        given = draw(ways[1][1], (32, 8), 128, device)[:3]
+        found, wanted = (attend(*given, scale=128**-0.5).float() for _, _, attend in (ways[2], ways[1]))
+        assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), "another result"
         for how, tokens, attend in ways:
             given = draw(tokens, (32, 8), 128, device)
             q, k, v = (x.requires_grad_() for x in given[:3])
