@@ -121,12 +121,12 @@ def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
             return listener
         except OSError as error:
             listener.close()
-            is_taken = error.errno == errno.EADDRINUSE
-            if one_host or is_taken or error.errno == errno.EACCES:
-                reason = "is taken" if is_taken else f"cannot be used ({error.strerror})"
-                raise OSError(
-                    error.errno, f"port {port} of {address} {reason}; choose another MASTER_PORT"
-                ) from None
+            where = f"port {port} of {address}"
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(error.errno, f"{where} is taken; choose another MASTER_PORT") from None
+            if one_host or error.errno == errno.EACCES:
+                reason = f"{where} cannot be used ({error.strerror}); choose another MASTER_PORT"
+                raise OSError(error.errno, reason) from None
     raise OSError(f"no interface of this host can listen for {address}")
 
 
