@@ -44,7 +44,11 @@ OWNERS = {
         "verl_megatron/planner/reshard/picture.py",
         "verl_megatron/benchmarks/",
     ),
-    "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),
+    "triton": (
+        "parallel/reshard/kernels.py",
+        "verl_megatron/models/log_prob_kernels.py",
+        "verl_megatron/models/attention_kernels.py",
+    ),
     "transformers": (
         "verl_megatron/data/tokenizer.py",
         "verl_megatron/data/token_ids.py",

@@ -171,10 +171,11 @@ def enable_peer_access(device: torch.device, peer: torch.device) -> None:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Median on the GPU."""
+    """Median on the GPU, which sleeps until all is launched."""
     times = []
     for repetition in range(WARM_UPS + REPETITIONS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(20_000_000)  # cycles
         start.record()
         run()
         end.record()

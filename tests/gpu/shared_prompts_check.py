@@ -5,18 +5,21 @@ python tests/gpu/shared_prompts_check.py [--only-check]
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
 from tests.gpu.kernels_check import check_then_time, milliseconds
 from verl_megatron.data.micro_batch import SharedPrompts
-from verl_megatron.models.shared_prompt_attention import Flash, Spans, attention, kernels_for
+from verl_megatron.models.attention_kernels import Cudnn, Flash, Kernels, Spans, kernels_for, merge_
+from verl_megatron.models.shared_prompt_attention import attention
 
 Groups = list[tuple[int, tuple[int, ...]]]  # tokens of a prompt and of each of its responses
 CASES: list[tuple[Groups, list[int]]] = [
@@ -25,8 +28,9 @@ CASES: list[tuple[Groups, list[int]]] = [
     ([(70, (1,))], []),
     ([(700, (1, 1, 1))], [1]),
     ([], [300, 1, 20]),
+    ([(512, (512,) * 4)] * 2, []),
 ]
-HEADS = [((4, 4), 128), ((8, 2), 128), ((6, 1), 64)]
+HEADS = [((4, 4), 128), ((32, 8), 128), ((6, 1), 64), ((4, 2), 80), ((4, 2), 16)]
 SHAPES = {"4 x (512 + 512)": (512, (512,) * 4), "8 x (4096 + 512)": (4096, (512,) * 8)}
 # Two roundings to bfloat16, of each pass and of their sum, relative to the largest element.
 TOLERANCE = 2**-6
@@ -57,40 +61,57 @@ def draw(tokens: int, heads: tuple[int, int], head_size: int, device: torch.devi
     ]
 
 
-def results(given: list[Tensor], dtype: torch.dtype, spans: tuple[Spans, SharedPrompts | None]):
+def results(
+    given: list[Tensor],
+    dtype: torch.dtype,
+    spans: tuple[Spans, SharedPrompts | None],
+    kernels: type[Kernels] | None = None,
+) -> list[Tensor]:
     """Output and gradients, computed in `dtype`."""
     q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in given[:3])
-    out = attention(q, k, v, *spans, scale=q.size(-1) ** -0.5)
+    out = attention(q, k, v, spans, scale=q.size(-1) ** -0.5, kernels=kernels)
     return [x.double() for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3].to(dtype)))]
 
 
 def check(device: torch.device) -> None:
+    check_merge(device)
     for groups, rows in CASES:
         for heads, head_size in HEADS:
             spans = packed(groups, rows, device)
             given = draw(sum(spans[0].queries), heads, head_size, device)
-            assert kernels_for(given[0]) is Flash, "this is what is checked"
-            found, want = (results(given, dtype, spans) for dtype in (torch.bfloat16, torch.float32))
-            errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, want, strict=True)]
-            print(groups, rows, heads, head_size, *(f"{error:.1e}" for error in errors), flush=True)
-            assert max(errors) <= TOLERANCE, (groups, rows, heads, head_size, errors)
+            want = results(given, torch.float32, spans)
+            for kernels in kernels_here(device):
+                found = results(given, torch.bfloat16, spans, kernels)
+                pairs = zip(found, want, strict=True)
+                errors = [float((ours - true).abs().max() / true.abs().max()) for ours, true in pairs]
+                case = (kernels.__name__, groups, rows, heads, head_size)
+                print(*case, *(f"{error:.1e}" for error in errors), flush=True)
+                assert max(errors) <= TOLERANCE, (case, errors)
+
+
+def kernels_here(device: torch.device) -> list[type[Kernels]]:
+    """Those that a run uses on this machine, then FlashAttention's."""
+    used = kernels_for(draw(1, (4, 4), 128, device)[0])
+    assert used in (Cudnn, Flash), "a GPU's kernels are what is checked"
+    return list(dict.fromkeys([used, Flash]))
+
+
+def check_merge(device: torch.device) -> None:
+    """On the GPU as on a CPU, where z comes in both orders of its dimensions."""
+    for queries, heads, size in ((20_000, 32, 128), (3_000, 5, 40), (3_000, 1, 64)):
+        generator = torch.Generator().manual_seed(heads)
+        out, other = (torch.randn(queries, heads, size, generator=generator).bfloat16() for _ in range(2))
+        z, other_z = (30 * torch.randn(queries, heads, generator=generator) for _ in range(2))
+        there = [x.to(device) for x in (out, z, other, other_z)]
+        merge_(out, z.t(), other, other_z.t())
+        merge_(there[0], there[1].t(), there[2], there[3].t().contiguous())
+        torch.testing.assert_close(there[0].cpu(), out, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(there[1].cpu(), z)
 
 
 def flexible(groups: Groups, device: torch.device | str = "cpu") -> Callable[..., Tensor]:
     """`attention` of packed groups as PyTorch's FlexAttention computes it, with one block mask."""
-    lengths = packed(groups, [])[0].queries
-    prompts = range(len(groups))
-    prompt_of = [-1 for _ in prompts] + [i for i in prompts for _ in groups[i][1]]  # -1: is a prompt
-    counts = torch.tensor(lengths, device=device)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
-    prompt = torch.repeat_interleave(torch.tensor(prompt_of, device=device), counts)
-
-    def sees(batch, head, query, key) -> Tensor:
-        own = (sequence[query] == sequence[key]) & (query >= key)
-        return own | (prompt[query] == sequence[key])
-
-    tokens = sum(lengths)
-    mask = create_block_mask(sees, None, None, tokens, tokens, device=str(device))
+    mask = block_mask(groups, device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -102,25 +123,41 @@ def flexible(groups: Groups, device: torch.device | str = "cpu") -> Callable[...
     return attend
 
 
+def block_mask(groups: Groups, device: torch.device | str) -> BlockMask:
+    """Blocks of packed groups in which a token sees another one."""
+    lengths = packed(groups, [])[0].queries
+    prompts = range(len(groups))
+    prompt_of = [-1 for _ in prompts] + [i for i in prompts for _ in groups[i][1]]  # -1: is a prompt
+    counts = torch.tensor(lengths, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
+    prompt = torch.repeat_interleave(torch.tensor(prompt_of, device=device), counts)
+
+    def sees(batch, head, query, key) -> Tensor:
+        own = (sequence[query] == sequence[key]) & (query >= key)
+        return own | (prompt[query] == sequence[key])
+
+    return create_block_mask(sees, None, None, sum(lengths), sum(lengths), device=str(device))
+
+
 def time_all(device: torch.device, *, groups: int) -> None:
     """Milliseconds of a layer's attention of Llama 3 8B, forward, and forward and backward."""
     for name, (prompt, responses) in SHAPES.items():
         rows = [prompt + tokens for tokens in responses] * groups
         shared: Groups = [(prompt, responses)] * groups
         whole, parts = packed([], rows, device), packed(shared, [], device)
-        ways: list[tuple[str, int, Callable[..., Tensor]]] = [
-            ("rows", sum(rows), lambda *qkv, scale, spans=whole: attention(*qkv, *spans, scale=scale)),
-            (
-                "shared prompts",
-                sum(parts[0].queries),
-                lambda *qkv, scale, spans=parts: attention(*qkv, *spans, scale=scale),
-            ),
-            ("FlexAttention", sum(parts[0].queries), flexible(shared, device)),
-        ]
-        given = draw(ways[1][1], (32, 8), 128, device)[:3]
-        found, wanted = (attend(*given, scale=128**-0.5).float() for _, _, attend in (ways[2], ways[1]))
+        ways: dict[str, tuple[int, Callable[..., Tensor]]] = {}
+        for what, spans in (("rows", whole), ("shared prompts", parts)):
+            for kernels in kernels_here(device):
+                run = partial(_attend, spans=spans, kernels=kernels)
+                ways[f"{what}, {kernels.__name__}"] = sum(spans[0].queries), run
+        ways["FlexAttention"] = sum(parts[0].queries), flexible(shared, device)
+        given = draw(ways["FlexAttention"][0], (32, 8), 128, device)[:3]
+        start = time.perf_counter()
+        found = ways["FlexAttention"][1](*given, scale=128**-0.5).float()
+        seconds = time.perf_counter() - start
+        wanted = _attend(*given, scale=128**-0.5, spans=parts, kernels=kernels_here(device)[0]).float()
         assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), "another result"
-        for how, tokens, attend in ways:
+        for how, (tokens, attend) in ways.items():
             given = draw(tokens, (32, 8), 128, device)
             q, k, v = (x.requires_grad_() for x in given[:3])
 
@@ -131,10 +168,16 @@ def time_all(device: torch.device, *, groups: int) -> None:
                 torch.autograd.grad(forward(), inputs, grad)
 
             print(
-                f"{groups} of {name}: {how:<15} {tokens:>7,} tokens {milliseconds(forward):8.3f} ms forward "
+                f"{groups} of {name}: {how:<22} {tokens:>7,} tokens {milliseconds(forward):8.3f} ms forward "
                 f"{milliseconds(both):8.3f} ms with backward",
                 flush=True,
             )
+        once = milliseconds(partial(block_mask, shared, device))
+        print(f"FlexAttention: {seconds:.1f} s to compile; {once:.1f} ms for a block mask", flush=True)
+
+
+def _attend(q, k, v, *, scale: float, spans, kernels: type[Kernels]) -> Tensor:
+    return attention(q, k, v, spans, scale=scale, kernels=kernels)
 
 
 if __name__ == "__main__":

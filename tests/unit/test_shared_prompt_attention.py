@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gpu.shared_prompts_check import packed
-from verl_megatron.models.shared_prompt_attention import Spans, attention, kernels_for
+from tests.interpreter import needs_triton, run_interpreted
+from verl_megatron.models.attention_kernels import (
+    Plain,
+    Spans,
+    kernels_for,
+    merge_,
+    merge_by_torch_,
+    merge_by_triton_,
+)
+from verl_megatron.models.shared_prompt_attention import attention
 
 # Groups of a prompt and its responses, and tokens of other rows.
 CASES = {
@@ -51,7 +60,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(groups, rows, heads):
     for results, dtype in ((found, torch.float32), (wanted, torch.float64)):
         q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs)
         if dtype == torch.float32:
-            out = attention(q, k, v, own, shared, scale=0.4)
+            out = attention(q, k, v, (own, shared), scale=0.4)
         else:
             out = dense(q, k, v, groups, rows, scale=0.4)
         (out * factor.to(dtype)).sum().backward()
@@ -67,7 +76,7 @@ def test_large_scores_do_not_overflow():
     own, shared = packed(groups, [])
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(9, 2, 8, generator=generator) for _ in range(3))
-    out = attention(q, k, v, own, shared, scale=100.0)
+    out = attention(q, k, v, (own, shared), scale=100.0)
     want = dense(q.double(), k.double(), v.double(), groups, [], scale=100.0)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-3)  # float32 of scores near 1,000
 
@@ -77,8 +86,8 @@ def test_a_cpu_computes_in_plain_pytorch_and_in_float32_at_least():
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(12, 2, 8, generator=generator).bfloat16() for _ in range(3))
     assert kernels_for(q).__name__ == "Plain"
-    out = attention(q, k, v, own, shared, scale=0.4)
-    want = attention(q.double(), k.double(), v.double(), own, shared, scale=0.4)
+    out = attention(q, k, v, (own, shared), scale=0.4)
+    want = attention(q.double(), k.double(), v.double(), (own, shared), scale=0.4)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=2**-7)  # rounded twice: parts, result
 
@@ -87,3 +96,38 @@ def test_spans_of_a_pass_say_who_attends_to_whom():
     own, shared = packed([(5, (3, 1))], [2])
     assert isinstance(own, Spans) and own.causal and own.queries == own.keys == [5, 3, 1, 2]
     assert shared is not None and (shared.prompts, shared.responses) == ([5], [4])
+
+
+def test_merged_passes_are_one_pass_over_all_keys():
+    """Also where the log-sum-exps of a view's rows lie across."""
+    generator = torch.Generator().manual_seed(4)
+    q, (k, v) = torch.randn(7, 3, 8, generator=generator), torch.randn(2, 10, 3, 8, generator=generator)
+    cu = torch.zeros(2, dtype=torch.int32)  # Plain reads the lists
+    parts = [Spans(queries=[7], keys=[n], cu_queries=cu, cu_keys=cu, causal=False) for n in (4, 6, 10)]
+    out, z = Plain.forward(q, k[:4], v[:4], parts[0], 0.4)
+    other, other_z = Plain.forward(q, k[4:], v[4:], parts[1], 0.4)
+    merge_(out, z, other, other_z.t().contiguous().t())
+    for ours, whole in zip((out, z), Plain.forward(q, k, v, parts[2], 0.4), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-6, atol=1e-6)
+
+
+@needs_triton
+def test_the_kernel_in_tritons_interpreter():
+    run_interpreted(__file__)
+
+
+def interpret():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    generator = torch.Generator().manual_seed(5)
+    for heads, size in ((4, 16), (5, 24), (1, 64)):
+        out, other = torch.randn(2, 9, heads, size, generator=generator)
+        z, other_z = 10 * torch.randn(2, 9, heads, generator=generator)
+        ours, ours_z = out.clone(), z.clone()
+        merge_by_triton_(ours[2:], ours_z.t()[:, 2:], other[2:], other_z.t()[:, 2:].contiguous())
+        merge_by_torch_(out[2:], z.t()[:, 2:], other[2:], other_z.t()[:, 2:])
+        torch.testing.assert_close((ours, ours_z), (out, z), rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+    interpret()
+    print("interpreted")
