@@ -4,6 +4,7 @@ A killed process cannot remove its files. The next command of this program remov
 that the owner ran on this machine since its last boot and has exited.
 """
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -61,6 +62,27 @@ def end() -> None:
     for folder in _own_folders:
         if folder.name == mark_of(os.getpid()):  # not in a forked child, whose parent still uses its folder
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def socket_folder() -> str:
+    """Return a folder for vLLM's sockets, which it leaves: this process's end or the next command removes it.
+
+    Where `begin` has been called, that is the folder of temporary files; a caller's own program has none.
+    """
+    if name := os.environ.get("VLLM_RPC_BASE_PATH"):
+        return name
+    shared = Path(tempfile.gettempdir())
+    if OWNED.fullmatch(shared.name):
+        return str(shared)
+    mark = mark_of(os.getpid())
+    folder = (shared if len(str(shared / mark)) <= LONGEST else SHORT) / mark
+    if folder not in _own_folders:
+        try:
+            atexit.register(end)
+            _make(folder)
+        except OSError:  # vLLM says so
+            return str(shared)
+    return str(folder)
 
 
 def lasting_folder() -> Path:

@@ -209,6 +209,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if stored(folder / SINGLE).is_file():
         return {}
     path = folder / INDEX
+    if broken := [name for name in (SINGLE, INDEX) if _is_broken_link(folder / name)]:
+        raise ValueError(f"{folder} lacks {_named(folder, broken)}; copy it again, with what its links name")
     if not path.is_file():
         others = sorted(
             file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
@@ -228,10 +230,26 @@ def _weight_map(folder: Path) -> dict[str, str]:
         )
     if missing := [name for name in files if not stored(folder / name).is_file()]:
         raise ValueError(
-            f"{folder} lacks weight files that its index names: {listed(missing)}; copy them again from"
-            " their source"
+            f"{folder} lacks weight files that its index names: {_named(folder, missing)}; copy them again"
+            " from their source"
         )
     return weight_map
+
+
+def _is_broken_link(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
+def _named(folder: Path, names: Iterable[str]) -> str:
+    """List files, and where those lead that are links to nothing."""
+    return listed(
+        [
+            f"{name} (a link to {(folder / name).readlink()}, which does not exist)"
+            if _is_broken_link(folder / name)
+            else name
+            for name in names
+        ]
+    )
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str, set[str]]) -> None:

@@ -135,15 +135,20 @@ def test_missing_pieces_are_named(folder, tmp_path):
         ValueError, match="lacks weight files that its index names: model-00002-of-00002.safetensors"
     ):
         CheckpointFolder(folder)
+    shard.symlink_to("../gone")  # as in the cache of a hub
+    with pytest.raises(ValueError, match=r"00002\.safetensors \(a link to \.\./gone, which does not exist\)"):
+        CheckpointFolder(folder)
+    shard.rename(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors \(a link to \.\./gone, which does not"):
+        CheckpointFolder(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(
         ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json$"
     ):
         CheckpointFolder(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"found pytorch_model\.bin: save the model with transformers as safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"found pytorch_model\.bin: save the model with transformers as"):
         CheckpointFolder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json does not exist"):

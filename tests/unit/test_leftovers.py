@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from parallel.runtime import leftovers
 from tests.worlds import ROOT
@@ -103,3 +106,53 @@ def test_torchruns_folder_gets_torchruns_mark(tmp_path):
     assert (folder / leftovers.mark_of(os.getpid())).exists()
     leftovers.sweep(tmp_path)
     assert folder.exists(), "its torchrun, here this process, is alive"
+
+
+SOCKETS = """
+import os, signal, sys
+from pathlib import Path
+from parallel.runtime import leftovers
+folder = Path(leftovers.socket_folder())
+assert str(folder) == leftovers.socket_folder()
+(folder / "socket").touch()
+print(folder, flush=True)
+if "killed" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def shared():
+    """A folder of temporary files with a short path, as a socket's must be."""
+    with tempfile.TemporaryDirectory(dir=leftovers.SHORT) as folder:
+        yield Path(folder)
+
+
+def socket_folder(shared: Path, *arguments: str, first: str = "", **more: str) -> Path:
+    """The folder that a program had, which has ended."""
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(shared)} | more
+    command = [sys.executable, "-c", first + SOCKETS, *arguments]
+    return Path(subprocess.run(command, env=told, stdout=subprocess.PIPE, text=True).stdout.strip())
+
+
+def test_a_callers_program_leaves_no_sockets(shared):
+    folder = socket_folder(shared)
+    assert folder.parent == shared and leftovers.OWNED.fullmatch(folder.name) and not folder.exists()
+
+
+def test_sockets_of_a_killed_program_are_removed_by_the_next_command(shared):
+    folder = socket_folder(shared, "killed")
+    assert (folder / "socket").exists()
+    leftovers.sweep(shared)
+    assert not folder.exists()
+
+
+def test_sockets_lie_where_they_are_wanted(shared, tmp_path):
+    assert socket_folder(shared, VLLM_RPC_BASE_PATH=str(tmp_path)) == tmp_path
+    assert (tmp_path / "socket").exists(), "a folder of others stays"
+    first = "from parallel.runtime import leftovers\nleftovers.begin()\n"
+    assert (socket_folder(shared, first=first) / "socket").exists(), "that of all temporary files"
+    long = shared / ("long" * 20)
+    long.mkdir()
+    folder = socket_folder(long)
+    assert folder.parent == leftovers.SHORT and not folder.exists()

@@ -27,8 +27,8 @@ from verl_megatron.rollout.vllm_decoding import drafts
 from verl_megatron.rollout.vllm_decoding.bookkeeping import Bookkeeping
 from verl_megatron.rollout.vllm_decoding.requests import sampling_params
 from verl_megatron.rollout.vllm_process import (
-    ENVIRONMENT,
     check_ranks,
+    engine_environment,
     groups_in_order,
     preserved_environment,
     preserved_random_state,
@@ -375,7 +375,7 @@ class VLLMActor:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Restore environment, random states and thread count on exit."""
-        environment = dict(ENVIRONMENT)
+        environment = engine_environment()
         if self._in_world:  # read by the external launcher; only torchrun sets them
             environment |= dict(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
             environment |= dict(

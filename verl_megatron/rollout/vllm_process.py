@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from parallel import device
+from parallel.runtime import leftovers
 from verl_megatron.rollout import vllm_cpu
 
 ENVIRONMENT = {
@@ -25,6 +26,11 @@ ENVIRONMENT = {
         os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"
     ),
 }
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment variables of an engine that are not set otherwise."""
+    return {**ENVIRONMENT, "VLLM_RPC_BASE_PATH": leftovers.socket_folder()}
 
 
 @contextlib.contextmanager
