@@ -133,15 +133,20 @@ def _needed(query: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Any]
     return found
 
 
+def _cudnn_version() -> int:
+    return torch.backends.cudnn.version() or 0
+
+
 @cache
 def _transformer_engine(
     device: torch.device,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Any] | None:
     """Return Transformer Engine's forward and backward calls of cuDNN, and the name of its kernels there.
 
-    None where it prefers others itself, gives z by padded sequences, or has other arguments than here.
+    None where it prefers others itself, where cuDNN gives z by padded sequences (before 9.6), and where the
+    arguments differ from those here.
     """
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or _cudnn_version() < 90_600:
         return None
     try:
         from transformer_engine.pytorch.cpp_extensions import fused_attn
