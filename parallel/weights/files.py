@@ -209,9 +209,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if stored(folder / SINGLE).is_file():
         return {}
     path = folder / INDEX
-    if broken := [name for name in (SINGLE, INDEX) if _is_broken_link(folder / name)]:
-        raise ValueError(f"{folder} lacks {_named(folder, broken)}; copy it again, with what its links name")
     if not path.is_file():
+        if broken := [name for name in (SINGLE, INDEX) if _is_broken_link(folder / name)]:
+            raise ValueError(
+                f"{folder} lacks {_named(folder, broken)}; copy it again, with what its links name"
+            )
         others = sorted(
             file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
         )

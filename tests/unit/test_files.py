@@ -139,10 +139,10 @@ def test_missing_pieces_are_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"00002\.safetensors \(a link to \.\./gone, which does not exist\)"):
         CheckpointFolder(folder)
     shard.rename(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks model\.safetensors \(a link to \.\./gone, which does not"):
         CheckpointFolder(folder)
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(
         ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json$"
     ):
