@@ -78,10 +78,10 @@ def socket_folder() -> str:
     folder = (shared if len(str(shared / mark)) <= LONGEST else SHORT) / mark
     if folder not in _own_folders:
         try:
-            atexit.register(end)
             _make(folder)
         except OSError:  # vLLM says so
             return str(shared)
+        atexit.register(end)
     return str(folder)
 
 

@@ -7,7 +7,7 @@ Letters: Q queries and K keys of a pass or of a sequence, n query heads, k key/v
 key/value head, d head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -68,52 +68,32 @@ def kernels_for(query: Tensor) -> type[Kernels]:
     return kernels
 
 
-_TENSORS = ("q", "k", "v", "fake_dtype", "fused_attention_backend", "o_format")
-_OF_BACKWARD = ("o", "d_o", "aux_ctx_tensors", "do_format", "dqkv_layout")
-
-
 class Cudnn:
     """cuDNN's attention as Transformer Engine calls it: z is [Q, n, 1], keys may have fewer heads."""
 
     @staticmethod
     def forward(query, key, value, spans, scale):
-        run, _, backend = _needed(query)
-        out, (z, *_) = run(
-            is_training=True,
-            q=query,
-            k=key,
-            v=value,
-            fake_dtype=query.dtype,
-            fused_attention_backend=backend,
-            o_format="thd",
-            **_arguments(spans, scale),
-        )[:2]
+        calls = _needed(query)
+        given = _arguments((query, key, value), spans, scale)
+        out, (z, *_) = calls.forward(is_training=True, fused_attention_backend=calls.backend, **given)[:2]
         return out, z.squeeze(-1).t()
 
     @staticmethod
     def backward(grad, inputs, out, z, spans, scale):
-        _, run, backend = _needed(grad)
+        calls = _needed(grad)
         # Without dropout the state of the random numbers is not read.
         state = torch.zeros(2, dtype=torch.int64, device=z.device)
-        query, key, value = inputs
-        return run(
-            q=query,
-            k=key,
-            v=value,
-            o=out,
-            d_o=grad,
-            fake_dtype=query.dtype,
-            aux_ctx_tensors=[z.t().contiguous().unsqueeze(-1), state],
-            fused_attention_backend=backend,
-            o_format="thd",
-            do_format="thd",
-            dqkv_layout="thd_thd_thd",
-            **_arguments(spans, scale),
-        )[:3]
+        given = _arguments(inputs, spans, scale) | _of_backward(grad, out, z, state)
+        return calls.backward(fused_attention_backend=calls.backend, **given)[:3]
 
 
-def _arguments(spans: Spans, scale: float) -> dict[str, Any]:
+def _arguments(inputs: Sequence[Tensor], spans: Spans, scale: float) -> dict[str, Any]:
+    query, key, value = inputs
     return {
+        "q": query,
+        "k": key,
+        "v": value,
+        "fake_dtype": query.dtype,
         "max_seqlen_q": max(spans.queries),
         "max_seqlen_kv": max(spans.keys),
         "cu_seqlens_q": spans.cu_queries,
@@ -123,43 +103,63 @@ def _arguments(spans: Spans, scale: float) -> dict[str, Any]:
         "attn_scale": scale,
         "dropout": 0.0,
         "qkv_layout": "thd_thd_thd",
+        "o_format": "thd",
         "attn_mask_type": "padding_causal" if spans.causal else "padding",
     }
 
 
-def _needed(query: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+def _of_backward(grad: Tensor, out: Tensor, z: Tensor, state: Tensor) -> dict[str, Any]:
+    return {
+        "o": out,
+        "d_o": grad,
+        "aux_ctx_tensors": [z.t().contiguous().unsqueeze(-1), state],
+        "do_format": "thd",
+        "dqkv_layout": "thd_thd_thd",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Calls:
+    """Transformer Engine's of cuDNN's attention."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    backend: Any  # its name of these kernels
+
+
+def _needed(query: Tensor) -> _Calls:
     found = _transformer_engine(query.device)
     assert found is not None, "kernels_for has asked"
     return found
 
 
-def _cudnn_version() -> int:
-    return torch.backends.cudnn.version() or 0
-
-
 @cache
-def _transformer_engine(
-    device: torch.device,
-) -> tuple[Callable[..., Any], Callable[..., Any], Any] | None:
-    """Return Transformer Engine's forward and backward calls of cuDNN, and the name of its kernels there.
-
-    None where it prefers others itself, where cuDNN gives z by padded sequences (before 9.6), and where the
-    arguments differ from those here.
+def _transformer_engine(device: torch.device) -> _Calls | None:
+    """Return the calls; None where their arguments differ from those here, on GPUs before Hopper, where
+    Transformer Engine prefers others, and with cuDNN before 9.6, which gives z by padded sequences.
     """
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or _cudnn_version() < 90_600:
+    version = torch.backends.cudnn.version() or 0
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or version < 90_600:
         return None
     try:
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
-        forward, backward = fused_attn.fused_attn_fwd, fused_attn.fused_attn_bwd
-        none = torch.empty(0)
-        spans = Spans(queries=[1], keys=[1], cu_queries=none, cu_keys=none, causal=True)
-        both = _arguments(spans, 1.0) | dict.fromkeys(_TENSORS)
-        signature(forward).bind(is_training=True, **both)
-        signature(backward).bind(**both, **dict.fromkeys(_OF_BACKWARD))
-        return forward, backward, fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
+        backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
+        calls = _Calls(forward=fused_attn.fused_attn_fwd, backward=fused_attn.fused_attn_bwd, backend=backend)
+        _check_arguments(calls)
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError, KeyError):
         return None
+    return calls
+
+
+def _check_arguments(calls: _Calls) -> None:
+    """Raise TypeError unless the calls take the arguments that they are given here."""
+    none = torch.empty(0)
+    spans = Spans(queries=[1], keys=[1], cu_queries=none, cu_keys=none, causal=True)
+    given = _arguments((none, none, none), spans, 1.0)
+    signature(calls.forward).bind(is_training=True, fused_attention_backend=calls.backend, **given)
+    given |= _of_backward(none, none, none, none)
+    signature(calls.backward).bind(fused_attention_backend=calls.backend, **given)
 
 
 class Flash:
