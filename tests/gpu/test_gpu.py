@@ -6,7 +6,7 @@ import torch
 from tests.tiny import write_sharp, write_tokenizer
 from tests.worlds import run_world
 from verl_megatron.doctor.finding import Case
-from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus
+from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus, check_shared_prompts
 
 GPUS = torch.cuda.device_count()
 RANKS = next((n for n in (4, 2, 1) if n <= GPUS), 1)  # of what runs on any number
@@ -125,7 +125,9 @@ def test_a_dead_peer_is_an_error_on_all_others():
 
 @needs(1)
 def test_the_doctor_finds_these_gpus_well(tmp_path):
-    """torch computes on each, and a process reads another one's GPU memory."""
+    """torch computes on each, a process reads another one's GPU memory, and attention's kernels are known."""
     case = Case(folder=tmp_path)
-    found = [each for check in (check_gpus, check_cuda_ipc) for each in check(case)]
-    assert [each.status for each in found] == ["ok"] * 3, found
+    checks = (check_gpus, check_cuda_ipc, check_shared_prompts)
+    found = [each for check in checks for each in check(case)]
+    assert [each.status for each in found] == ["ok"] * 4, found
+    print(found[-1].found)

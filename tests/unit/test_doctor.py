@@ -214,6 +214,14 @@ def test_cuda_ipc_that_does_not_work(gpu_case):
         assert each.status == "warning" and "cannot export GPU memory" in each.found
 
 
+def test_kernels_of_shared_prompts(gpu_case, monkeypatch):
+    if "+cpu" in versions.installed("torch"):
+        assert only(gpus.check_shared_prompts, gpu_case).status == "warning"
+    why = "FlashAttention-2 of PyTorch: cuDNN 9.5, and its kernels are used from 9.6 on"
+    monkeypatch.setattr(gpus, "ask", lambda *_, **__: Answer(text=f"a warning\n{why}\n"))
+    assert only(gpus.check_shared_prompts, gpu_case).found == f"attention by {why}"
+
+
 # ---- the whole ---------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 Letters: T packed tokens, n heads, k key/value heads, d head size.
 """
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from tests.interpreter import needs_triton, run_interpreted
 from verl_megatron.models.attention_kernels import (
     Plain,
     Spans,
+    cudnn_calls,
     kernels_for,
     merge_,
     merge_by_torch_,
@@ -90,6 +93,21 @@ def test_a_cpu_computes_in_plain_pytorch_and_in_float32_at_least():
     want = attention(q.double(), k.double(), v.double(), (own, shared), scale=0.4)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=2**-7)  # rounded twice: parts, result
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "why"),
+    [
+        ((8, 0), 91_900, "a GPU of compute capability 8.0"),
+        ((9, 0), 90_501, "cuDNN 9.5, and its kernels are used from 9.6 on"),
+        ((9, 0), 91_900, "Transformer Engine's calls cannot be used: ModuleNotFoundError"),
+    ],
+)
+def test_why_cudnn_is_not_used(monkeypatch, capability, cudnn, why):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cpp_extensions", None)
+    assert str(cudnn_calls.__wrapped__(torch.device("cuda", 0))).startswith(why)
 
 
 def test_spans_of_a_pass_say_who_attends_to_whom():

@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from verl_megatron.doctor.disk import check_disk
 from verl_megatron.doctor.finding import Case, Finding, first_line
-from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus, check_links, check_users
+from verl_megatron.doctor.gpus import (
+    check_cuda_ipc,
+    check_gpus,
+    check_links,
+    check_shared_prompts,
+    check_users,
+)
 from verl_megatron.doctor.limits import (
     check_locked_memory,
     check_memory,
@@ -39,7 +45,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_flash_attention,
         check_report,
     ),
-    "GPUs": (check_gpus, check_users, check_links, check_cuda_ipc),
+    "GPUs": (check_gpus, check_users, check_links, check_cuda_ipc, check_shared_prompts),
     "Environment": (check_nccl_environment, check_hostname, check_port),
     "System": (
         check_memory,

@@ -1,7 +1,7 @@
 """Programs that the doctor starts, because a GPU that does not answer hangs the process that asks it.
 
-Its arguments are `describe`, `export GPU` or `read GPU`. `read` takes what `export` has printed on its
-standard input, and `export` keeps the memory until its own standard input ends.
+Its arguments are `describe`, `attention`, `export GPU` or `read GPU`. `read` takes what `export` has printed
+on its standard input, and `export` keeps the memory until its own standard input ends.
 """
 
 import json
@@ -27,6 +27,16 @@ def describe() -> str:
         raise SystemExit("torch sees no GPU")
     version = ".".join(map(str, nccl.version()))
     return json.dumps({"cuda": torch.version.cuda, "gpus": count, "nccl": version})
+
+
+def attention() -> str:
+    """Return the kernels of shared prompts' attention, and why they are not the fastest."""
+    from verl_megatron.models.attention_kernels import Calls, cudnn_calls
+
+    calls = cudnn_calls(torch.device("cuda", 0))
+    if isinstance(calls, Calls):
+        return "cuDNN by Transformer Engine"
+    return f"FlashAttention-2 of PyTorch: {calls}".replace("\n", " ")
 
 
 def export(gpu: int) -> str:
@@ -61,5 +71,5 @@ def read(gpu: int) -> str:
 
 if __name__ == "__main__":
     name, *gpus = sys.argv[1:]
-    program = {"describe": describe, "export": export, "read": read}[name]
+    program = {"describe": describe, "attention": attention, "export": export, "read": read}[name]
     print(program(*map(int, gpus)))

@@ -85,6 +85,25 @@ def _torch_on_gpu(case: Case) -> Finding:
     )
 
 
+def check_shared_prompts(case: Case) -> Iterator[Finding]:
+    """The kernels with which samples that share a prompt attend to it."""
+    check = "shared prompts"
+    if not case.gpus:
+        yield Finding(check=check, status="skipped", found=NO_GPU)
+        return
+    answer = ask([sys.executable, "-m", PROBE, "attention"], timeout_s=PROBE_S)
+    if answer.problem:
+        yield Finding(
+            check=check,
+            status="warning",
+            found=last_line(answer.text) or answer.problem,
+            why="it is not known which kernels attend to shared prompts",
+            remedy="mend what is named above; engine.shared_prompts=false does without them",
+        )
+        return
+    yield Finding(check=check, status="ok", found=f"attention by {last_line(answer.text)}")
+
+
 def check_users(case: Case) -> Iterator[Finding]:
     """Processes that use the GPUs now."""
     if not case.gpus:

@@ -61,7 +61,7 @@ def kernels_for(query: Tensor) -> type[Kernels]:
     """Choose cuDNN or FlashAttention where they run: GPUs, half precision, head sizes of whole vectors."""
     kernels: type[Any] = Plain
     if query.is_cuda and query.dtype != torch.float32 and query.size(-1) % 8 == 0:
-        if query.size(-1) <= 128 and _transformer_engine(query.device) is not None:
+        if query.size(-1) <= 128 and isinstance(cudnn_calls(query.device), Calls):
             kernels = Cudnn
         elif query.size(-1) <= 256:
             kernels = Flash
@@ -119,40 +119,44 @@ def _of_backward(grad: Tensor, out: Tensor, z: Tensor, state: Tensor) -> dict[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Calls:
-    """Transformer Engine's of cuDNN's attention."""
+class Calls:
+    """Transformer Engine's calls of cuDNN's attention."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     backend: Any  # its name of these kernels
 
 
-def _needed(query: Tensor) -> _Calls:
-    found = _transformer_engine(query.device)
-    assert found is not None, "kernels_for has asked"
+def _needed(query: Tensor) -> Calls:
+    found = cudnn_calls(query.device)
+    assert isinstance(found, Calls), "kernels_for has asked"
     return found
 
 
 @cache
-def _transformer_engine(device: torch.device) -> _Calls | None:
-    """Return the calls; None where their arguments differ from those here, on GPUs before Hopper, where
-    Transformer Engine prefers others, and with cuDNN before 9.6, which gives z by padded sequences.
+def cudnn_calls(device: torch.device) -> Calls | str:
+    """Return the calls, or why FlashAttention is used instead.
+
+    Transformer Engine prefers cuDNN on Hopper and Blackwell; before 9.6 it gives z by padded sequences.
     """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10):
+        return f"a GPU of compute capability {major}.{minor}, and cuDNN's kernels want 9.x or 10.x"
     version = torch.backends.cudnn.version() or 0
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or version < 90_600:
-        return None
+    if version < 90_600:
+        return f"cuDNN {version // 10_000}.{version // 100 % 100}, and its kernels are used from 9.6 on"
     try:
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
-        calls = _Calls(forward=fused_attn.fused_attn_fwd, backward=fused_attn.fused_attn_bwd, backend=backend)
+        calls = Calls(forward=fused_attn.fused_attn_fwd, backward=fused_attn.fused_attn_bwd, backend=backend)
         _check_arguments(calls)
-    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, KeyError):
-        return None
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, KeyError) as error:
+        return f"Transformer Engine's calls cannot be used: {type(error).__name__}: {error}"
     return calls
 
 
-def _check_arguments(calls: _Calls) -> None:
+def _check_arguments(calls: Calls) -> None:
     """Raise TypeError unless the calls take the arguments that they are given here."""
     none = torch.empty(0)
     spans = Spans(queries=[1], keys=[1], cu_queries=none, cu_keys=none, causal=True)
