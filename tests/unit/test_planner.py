@@ -366,3 +366,13 @@ def test_layers_of_transformer_engine_reach_the_measured_share():
     (one,) = passes(run, H200, layers)
     flops = 3 * 32 * run.packed_tokens * sum(layer_flops(run, layers))
     assert flops / (one.forward + one.backward) / H200.peak_flops == pytest.approx(0.56, rel=0.10)
+
+
+@pytest.mark.parametrize(("gpus", "log_probs", "step"), [(1, 0.42, 1.91), (2, 0.46, 1.89)])
+def test_passes_of_fully_sharded_weights_take_as_long_as_measured(gpus, log_probs, step):
+    """8B with recomputation, 16 samples of 512 + 512 tokens a GPU, in two micro-batches (docs/memory.md)."""
+    config = run_config("tp1", samples=16 * gpus, rollout=1, recompute="full", sharding="full")
+    config.engine.tokens_per_micro_batch, config.algorithm.num_mini_batches = 8192, 1
+    run = actor_alone(config, gpus)
+    assert infer_seconds(run, H200, [run.actor]) == pytest.approx(log_probs, rel=0.07)
+    assert step_seconds(run, H200, run.actor) == pytest.approx(step, rel=0.05)

@@ -8,7 +8,7 @@ from tests.planned import H200, actor_alone, arch, run_config, run_of
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
-from verl_megatron.planner.search import search
+from verl_megatron.planner.search.candidates import search
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.text import memory_lines
 

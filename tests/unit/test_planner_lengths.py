@@ -11,7 +11,7 @@ from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.decoding import pipeline_of
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.rollout.simulation import Costs, Decoding, pipeline
-from verl_megatron.planner.search import configured
+from verl_megatron.planner.search.choices import configured
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
 MIXED = "64-512:80,512-4096:20"

@@ -19,7 +19,7 @@ from verl_megatron.planner.planned_run import PlannedRole, part_elements
 from verl_megatron.planner.reshard.memory import megatron_addresses
 from verl_megatron.planner.rollout import serving
 from verl_megatron.planner.rollout.decoding import rollout_seconds, samples_at_once
-from verl_megatron.planner.search import configured, uneven_stages
+from verl_megatron.planner.search.choices import configured, uneven_stages
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.static import static_bytes
 from verl_megatron.planner.text import samples_together

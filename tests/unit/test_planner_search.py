@@ -13,7 +13,8 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.planner.machine import MACHINES, Machine, find_machine
 from verl_megatron.planner.memory import plan_memory, problems_of
 from verl_megatron.planner.preflight import check_fits
-from verl_megatron.planner.search import configured, search
+from verl_megatron.planner.search.candidates import search
+from verl_megatron.planner.search.choices import configured
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.text import report
 
@@ -73,6 +74,33 @@ def test_optimizer_state_for_steps_only_is_offered_where_nothing_else_fits_and_t
     at_rest = replace(best.run, config=configured(best.run.config, {"reshard.offload": "all"}))
     without = plan_seconds(at_rest, H200, best.memory).seconds
     assert best.seconds.seconds["actor_update"] == again["actor_update"] > without["actor_update"] + 1
+
+
+def test_full_sharding_is_offered_and_only_where_a_run_accepts_it():
+    def grpo(**engine):
+        config = run_config("tp1", samples=64, rollout=1, **engine)
+        config.algorithm.name, config.algorithm.kl_coef = "grpo", 0.01
+        return config
+
+    def shardings(config, gpus: int = 2) -> set[str]:
+        found = search(config, world_size=gpus, machine=H200, read=arch)
+        assert all(
+            each.run.actor.layout.dp == gpus and each.settings["reshard.mode"] == "keep"
+            for each in found.fitting
+            if each.settings.get("engine.sharding") == "full"
+        )
+        return {each.run.config.engine.sharding for each in (*found.fitting, *found.refused)}
+
+    assert shardings(grpo()) == {"replicated", "full"}
+    assert shardings(grpo(sharding="full")) == {"full"}
+    assert shardings(grpo(dynamic_batching=True)) == shardings(grpo(dtype="fp8")) == {"replicated"}
+    rounded, trunk = grpo(), run_config(samples=512)
+    rounded.reference.dtype, trunk.critic.share_trunk = "fp8", True
+    assert shardings(rounded) == shardings(trunk, 4) == {"replicated"}
+    alone = grpo(tokens_per_micro_batch=4096)
+    alone.algorithm.kl_coef = 0
+    found = search(alone, world_size=1, machine=H200, read=arch).fitting
+    assert {each.settings.get("engine.sharding") for each in found} == {"full"}
 
 
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
@@ -135,10 +163,14 @@ def test_a_reward_model_is_split_as_the_ranks_and_the_sharding_allow():
         scored(config)
         config.engine.sharding = "full"
 
-    assert {settings["reward.layout"] for settings in settings_offered(scored, 2, ranks_per_host=8)} == {
-        "tp2sp"
-    }
-    assert not any("reward.layout" in settings for settings in settings_offered(sharded))
+    replicated = [
+        settings
+        for settings in settings_offered(scored, 2, ranks_per_host=8)
+        if "engine.sharding" not in settings
+    ]
+    assert {settings["reward.layout"] for settings in replicated} == {"tp2sp"}
+    offered = settings_offered(sharded)
+    assert offered and not any("reward.layout" in settings for settings in offered)
 
 
 def test_no_layout_is_offered_whose_matrices_fp8_cannot_multiply():

@@ -12,9 +12,9 @@ from verl_megatron.model_specs import rollout_devices
 from verl_megatron.planner.memory import SERVING, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.serving import kv_bytes_per_token, vllm_working_bytes
-from verl_megatron.planner.search import configured
+from verl_megatron.planner.search.choices import configured
+from verl_megatron.planner.search.splits import search_splits
 from verl_megatron.planner.seconds import plan_seconds
-from verl_megatron.planner.splits import search_splits
 from verl_megatron.planner.text import waiting
 from verl_megatron.planner.training import infer_seconds
 

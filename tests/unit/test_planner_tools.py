@@ -10,7 +10,7 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.commands.plan import command as plan
 from verl_megatron.commands.plan.settings import base_config
 from verl_megatron.planner.machine import LAYER_SHARE, MACHINES, find_machine
-from verl_megatron.planner.search import ALWAYS_SAID
+from verl_megatron.planner.search.choices import ALWAYS_SAID
 
 
 def planned(capsys, *arguments: str) -> str:

@@ -17,7 +17,7 @@ from verl_megatron.launch.board import Board
 from verl_megatron.launch.hosts import place_worlds
 from verl_megatron.launch.lookout import Lookout
 from verl_megatron.launch.node import Call
-from verl_megatron.planner.search import configured
+from verl_megatron.planner.search.choices import configured
 
 TOKEN = "secret of the run"
 UNTIL_TOLD = "trap 'echo told >>$0.log; exit 0' TERM; while [[ ! -f $0.done ]]; do sleep 0.02; done"

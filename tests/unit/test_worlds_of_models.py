@@ -9,7 +9,7 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable, columns_of
 from verl_megatron.launch.merging import devices_in
 from verl_megatron.model_specs import models_apart, models_of, serving_worlds
-from verl_megatron.planner.search import configured
+from verl_megatron.planner.search.choices import configured
 
 APART = {"algorithm.kl_coef": 0.1, "actor.layout": "tp1"}
 

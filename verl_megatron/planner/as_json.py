@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.search import Candidate, Search
+from verl_megatron.planner.search.candidates import Candidate, Search
 
 
 def as_json(result: Search, machine: Machine) -> dict:

@@ -11,7 +11,8 @@ from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
 from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.decoding import samples_at_once
-from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
+from verl_megatron.planner.search.candidates import MARGIN, Candidate, Search, search
+from verl_megatron.planner.search.choices import spelled
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
 PHASES_SHOWN = ("rollout", "log_probs", "values", "critic_update", "actor_update")

@@ -16,6 +16,9 @@ from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention
 from verl_megatron.planner.static import most_optimizer_bytes
 
 ACCUMULATED_BYTES = 8  # per parameter and micro-batch: its float32 gradient is read and written
+# Of a fully sharded model, per parameter and micro-batch, beside that. Weights for a pass: a rank's float32
+# rows are rounded, and those of several ranks put in their places. Gradients: packed and added, as measured.
+SHARD_BYTES, PLACED_BYTES, REDUCED_BYTES = 6, 4, 28
 # Per parameter, read and written in float32: the gradient norm (4), clipping (8), Adam on gradient, master
 # weight and moments (28), the updated weight (6).
 STEP_BYTES = 46
@@ -101,7 +104,7 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
         samples * run.response_tokens / role.layout.cp,
     )
     layer = _layer_pass(run, machine, role, tokens)
-    sharded = _sharded_exchange(run, machine, role)
+    sharded, copied = _sharded_exchange(run, machine, role), _sharded_copies(run, machine, role)
     sent = _pipeline_exchange(run, machine, role, tokens)
     stages = []
     for stage in range(role.layout.pp):
@@ -114,8 +117,9 @@ def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
         layers = role.layers[stage]
         stages.append(
             Pass(
-                max(layers * layer.forward + head.forward, sharded.forward) + sent,
-                max(layers * layer.backward + head.backward + accumulated, sharded.backward) + sent,
+                max(layers * layer.forward + head.forward + copied.forward, sharded.forward) + sent,
+                max(layers * layer.backward + head.backward + accumulated + copied.backward, sharded.backward)
+                + sent,
             )
         )
     return stages
@@ -226,6 +230,17 @@ def _sharded_exchange(run: PlannedRun, machine: Machine, role: PlannedRole) -> P
     dp = role.layout.dp
     moved = sum(role.elements) * (dp - 1) / dp / group_rate(run, machine, span=dp)
     return Pass(run.element_bytes * moved, (run.element_bytes + 4) * moved)
+
+
+def _sharded_copies(run: PlannedRun, machine: Machine, role: PlannedRole) -> Pass:
+    """Seconds to round and to place gathered weights of a fully sharded model, and its gradients."""
+    if not run.is_fully_sharded:
+        return Pass(0.0, 0.0)
+    dp, elements = role.layout.dp, sum(role.elements)
+    gathered = SHARD_BYTES / dp + PLACED_BYTES * (dp > 1)
+    return Pass(
+        gathered * elements / machine.copy_rate, (gathered + REDUCED_BYTES) * elements / machine.copy_rate
+    )
 
 
 def _context_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> float:

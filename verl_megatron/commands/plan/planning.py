@@ -16,9 +16,9 @@ from verl_megatron.planner.comparison import compare
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.planned_run import PlannedRun
-from verl_megatron.planner.search import search
+from verl_megatron.planner.search.candidates import search
+from verl_megatron.planner.search.splits import search_splits
 from verl_megatron.planner.seconds import plan_seconds
-from verl_megatron.planner.splits import search_splits
 from verl_megatron.planner.text import comparison_lines, search_text
 
 

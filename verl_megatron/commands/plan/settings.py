@@ -18,7 +18,7 @@ from verl_megatron.commands.plan.options import HOST_RANKS, parser
 from verl_megatron.config import SCORERS, TrainerConfig
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.model_specs import has_worlds, named_devices, num_ranks, num_training_ranks
-from verl_megatron.planner.search import CHOSEN
+from verl_megatron.planner.search.choices import CHOSEN
 
 SCORING = tuple(f"{name}.devices" for name in SCORERS)
 # The setting without which a run has no such frozen model, and what to set.

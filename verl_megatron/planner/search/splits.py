@@ -9,7 +9,8 @@ from verl_megatron.config import SCORERS, TrainerConfig
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.rollout.lengths import Lengths
-from verl_megatron.planner.search import Search, Settings, configured, search, seconds_of
+from verl_megatron.planner.search.candidates import Search, search, seconds_of
+from verl_megatron.planner.search.choices import Settings, configured
 from verl_megatron.planner.static import smallest_tp
 
 PARTS = 16  # of many GPUs, one of which is the smallest step between two splits

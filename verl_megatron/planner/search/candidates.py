@@ -1,59 +1,47 @@
 """Layout search: all layouts of a run, ranked by predicted seconds, and the reasons why others do not fit.
 
-A candidate is a few settings on top of a base configuration. They choose the layout of the models (the
-critic's equals the actor's) and the micro-batch size or recomputation. They also choose vLLM's
-tensor-parallel size, how weights are kept, and what is offloaded for rollout. gpu_memory_utilization follows
-from them: the need of the samples that a replica decodes concurrently, or what is left.
+A candidate has the choices of `choices`. It also chooses vLLM's tensor-parallel size, how weights are kept,
+and what is offloaded for rollout. gpu_memory_utilization follows from them: the need of the samples that a
+replica decodes concurrently, or what is left.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from math import ceil, floor, inf
 
-import torch
-
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.rules import Head
-from verl_megatron.algorithms import get_algorithm
 from verl_megatron.checks.models import layout_problems
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import RewardConfig, TrainerConfig
-from verl_megatron.config.section import attribute_of
-from verl_megatron.model_specs import is_separate, num_rollout_ranks, scoring_worlds, shares_dtype
+from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import is_separate, num_rollout_ranks, shares_dtype
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
-from verl_megatron.planner.planned_run import PlannedRun, served_elements, splits
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.rollout.decoding import samples_at_once
 from verl_megatron.planner.rollout.lengths import Lengths
 from verl_megatron.planner.rollout.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
+from verl_megatron.planner.search.choices import (
+    ALWAYS_SAID,
+    MODES,
+    OFFLOADS,
+    Settings,
+    activation_options,
+    configured,
+    frozen_layouts,
+    layouts,
+    serves,
+    setting_of,
+    spelled,
+    tensor_sizes,
+)
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
-from verl_megatron.planner.static import smallest_tp
-from verl_megatron.rollout.vllm_weights.fp8 import fp8_problems
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
-LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
-# Simplest first.
-MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all", "steps")
-FROZEN_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 # Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
-VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
-CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers",
-          "rollout.devices", "rollout.tp", "rollout.gpu_memory_utilization",
-          "reshard.mode", "reshard.offload", "engine.recompute")  # fmt: skip
-ALWAYS_SAID = (
-    "actor.layout",
-    "critic.layout",
-    "engine.tokens_per_micro_batch",
-    "rollout.tp",
-    "rollout.gpu_memory_utilization",
-    "reshard.mode",
-    "reshard.offload",
-)
 # Causes that depend on reshard.mode and reshard.offload.
 ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")
-Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +97,7 @@ def search(
     read: Callable[[str], Architecture] = read_architecture,
     lengths: Lengths | None = None,
 ) -> Search:
-    """Try every layout of `base`'s models on `world_size` ranks.
+    """Try every layout of `base`'s models on `world_size` ranks, replicated and fully sharded.
 
     Args:
         read: returns the architecture of a model path.
@@ -122,14 +110,15 @@ def search(
     arch, result = read(base.actor.path), Search()
     sizes = [
         tp
-        for tp in _tensor_sizes(ranks_per_host)
-        if num_rollout_ranks(base, world_size) % tp == 0 and _serves(base, arch, tp)
+        for tp in tensor_sizes(ranks_per_host)
+        if num_rollout_ranks(base, world_size) % tp == 0 and serves(base, arch, tp)
     ]
-    divisors = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0]
-    frozen, impossible = _frozen_layouts(base, machine, divisors, read), None
-    for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
+    divisors = [tp for tp in tensor_sizes(ranks_per_host) if world_size % tp == 0]
+    impossible = None
+    for layout in layouts(base, world_size, ranks_per_host, read):
+        layout |= frozen_layouts(configured(base, layout), machine, divisors, read)
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
-        for option in _activation_options(base):
+        for option in activation_options(base):
             try:
                 training = make.training(layout | option)
             except ValueError as error:
@@ -172,12 +161,12 @@ class _Maker:
     read: Callable[[str], Architecture]
     lengths: Lengths | None
 
-    @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self, chosen: Settings) -> tuple[str, ...]:
         """Reshard modes to try; memory is shared only on the same ranks, and by weights of the same dtype."""
-        alike = shares_dtype(self.base) and self.base.rollout.weight_dtype == "auto"
-        whole = self.base.engine.sharding != "full"
-        return MODES if alike and whole and not is_separate(self.base) else MODES[:1]
+        config = configured(self.base, chosen)
+        alike = shares_dtype(config) and config.rollout.weight_dtype == "auto"
+        whole = config.engine.sharding != "full"
+        return MODES if alike and whole and not is_separate(config) else MODES[:1]
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -224,7 +213,7 @@ class _Maker:
         The search stops at the simplest way that decodes all samples concurrently.
         """
         best = None
-        for mode, offload in product(self.modes, self.offloads):
+        for mode, offload in product(self.modes(chosen), self.offloads):
             holding = chosen | {
                 "rollout.tp": tp,
                 "reshard.mode": mode,
@@ -282,118 +271,10 @@ class _Maker:
         return {
             name: value
             for name, value in chosen.items()
-            if name in ALWAYS_SAID or _setting(self.base, name) != value
+            if name in ALWAYS_SAID or setting_of(self.base, name) != value
         }
 
 
 def _at_rest(run: PlannedRun) -> PlannedRun:
     """Return the run with its optimizer state on the GPU."""
     return replace(run, config=configured(run.config, {"reshard.offload": "none"}))
-
-
-def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
-    """Return a copy of `base` with the chosen settings."""
-    changes: dict[str, dict] = {}
-    for name, value in chosen.items():
-        section, setting = name.split(".")
-        changes.setdefault(attribute_of(section), {})[setting] = value
-    return replace(
-        base, **{section: replace(getattr(base, section), **values) for section, values in changes.items()}
-    )
-
-
-def _setting(config: TrainerConfig, name: str):
-    section, setting = name.split(".")
-    return getattr(getattr(config, attribute_of(section)), setting)
-
-
-def spelled(value: str | int | float | list[int]) -> str:
-    """Format a value for a command line: lists without spaces."""
-    return str(value).replace(" ", "")
-
-
-def _layouts(
-    base: TrainerConfig, world: int, ranks_per_host: int, read: Callable[[str], Architecture]
-) -> Iterator[Settings]:
-    """Yield layout settings of all models; dp is what is left.
-
-    Tensor parallelism stays within a host and comes with sequence parallelism.
-    """
-    models = {"actor": base.actor.path}
-    if "critic" in get_algorithm(base.algorithm).needs and not base.critic.share_trunk:
-        models["critic"] = base.critic.path or base.actor.path
-    layers = {name: read(path).num_layers for name, path in models.items()}
-    is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE
-    stages = [pp for pp in range(1, min(world, *layers.values()) + 1) if world % pp == 0]
-    for tp, pp, cp in product(_tensor_sizes(ranks_per_host), stages, CPS if is_long else (1,)):
-        if world % (tp * pp * cp) or (base.engine.sharding == "full" and tp * pp * cp > 1):
-            continue
-        split = {f"{name}.stage_layers": uneven_stages(count, pp) for name, count in layers.items()}
-        for vpp in VPPS if pp > 1 and not any(split.values()) else (1,):
-            if all(count // pp % vpp == 0 for count in layers.values()):
-                sizes = "".join(
-                    f"{axis}{size}"
-                    for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp))
-                    if size > 1
-                )
-                layouts: Settings = {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models}
-                yield layouts | split
-
-
-def uneven_stages(layers: int, pp: int) -> list[int]:
-    """Layers of each stage if `pp` does not divide them.
-
-    The first and the last stage have fewer, because they have embedding and output. Empty if `pp` divides the
-    layers, or if nothing would be left for those two.
-    """
-    middle = ceil(layers / pp)
-    ends = layers - middle * (pp - 2)
-    if layers % pp == 0 or ends < 2:
-        return []
-    return [ceil(ends / 2)] + [middle] * (pp - 2) + [ends // 2]
-
-
-def _activation_options(base: TrainerConfig) -> Iterator[Settings]:
-    """Yield sizes of micro-batches, and recomputation.
-
-    These are: as configured, smaller micro-batches that still fit a sample, in fp8 larger ones, as its
-    kernels are quicker to compute and slower to launch, and full recomputation.
-    """
-    tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
-    sizes = [tokens]
-    if not base.engine.dynamic_batching:
-        sizes += [size for size in (tokens // 2, tokens // 4) if size >= length]
-        sizes += [2 * tokens] if base.engine.dtype == "fp8" else []
-    for size in sizes:
-        yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": size}
-    yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
-
-
-def _tensor_sizes(ranks_per_host: int) -> list[int]:
-    """Powers of two whose groups stay within a host."""
-    return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
-
-
-def _serves(base: TrainerConfig, arch: Architecture, tp: int) -> bool:
-    """Whether vLLM can have the model at tensor-parallel size `tp`."""
-    if base.rollout.weight_dtype == "fp8" and fp8_problems(arch, tp, torch.bfloat16):
-        return False
-    return splits(served_elements, arch, tp)
-
-
-def _frozen_layouts(
-    base: TrainerConfig, machine: Machine, sizes: Sequence[int], read: Callable[[str], Architecture]
-) -> Settings:
-    """Layouts under which reward model and teacher take little of a GPU, unless the user chose them.
-
-    Args:
-        sizes: of tensor parallelism, to choose from.
-    """
-    layouts, apart = {}, {name for world in scoring_worlds(base) for name in world.models}
-    heads: dict[str, Head] = {"reward": "sequence", "teacher": "lm"}
-    for section, head in heads.items():
-        model = getattr(base, section)
-        if model.path and model.layout == RewardConfig().layout and section not in apart:
-            tp = smallest_tp(read(model.path), head, sizes, base, machine, share=FROZEN_SHARE)
-            layouts[f"{section}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
-    return layouts
