@@ -54,6 +54,7 @@ def full_sharding() -> TrainerConfig:
     config = grpo_config("tp1", 8, offload="steps", **settings)
     config.algorithm.kl_coef, config.algorithm.num_mini_batches = 0, 1
     config.engine.shared_prompts, config.rollout.max_num_seqs = True, 64
+    config.algorithm.reuse_logprobs = True
     return config
 
 
