@@ -2,7 +2,10 @@
 
 import functools
 import importlib
+import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import asdict, fields
 
@@ -12,37 +15,24 @@ from tests.job_files import write_job
 from tests.worlds import ROOT
 from verl_megatron import RLTrainer
 from verl_megatron.checks.overrides import structured
-from verl_megatron.checks.ranks import not_started, ranks_needed
+from verl_megatron.checks.ranks import (
+    agreed_by_worlds,
+    agreed_settings,
+    different_data,
+    different_settings,
+    not_started,
+    ranks_needed,
+)
 from verl_megatron.config import (
-    SCHEMAS,
-    DPOConfig,
     RolloutConfig,
     TrainerConfig,
     get_trainer_config,
-    name_here,
 )
-from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
-from verl_megatron.config.section import shown
-from verl_megatron.config.trl_names import TRL
-from verl_megatron.config.verl_names import VERL
+from verl_megatron.config.older_names import OLDER_NAMES, PLACES
 from verl_megatron.launch.ranks import ranks_of
 from verl_megatron.rewards.callables import spec_of
 from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import RewardPool
-
-SETTINGS = {
-    f"{shown(section.name)}.{setting.name}"
-    for schema in SCHEMAS.values()
-    for section in fields(schema)
-    for setting in fields(getattr(schema(), section.name))
-}
-NAMES = {
-    (project, name): row
-    for project, table in (("verl", VERL), ("TRL", TRL), ("the older interface", OLDER))
-    for rows in table.values()
-    for row in rows
-    for name in row.theirs
-}
 
 # ---- the older Python interface ----------------------------------------------------------------------------
 
@@ -115,65 +105,6 @@ def test_the_page_has_no_other_name_that_is_not_there():
     assert len(metrics) == 4 and all(name in source for name in metrics)
 
 
-# ---- settings of verl and TRL ------------------------------------------------------------------------------
-
-
-def test_the_tables_are_long_and_name_settings_that_exist():
-    projects = [project for project, _ in NAMES]
-    assert projects.count("verl") >= 150 and projects.count("TRL") >= 100
-    named = {setting for row in NAMES.values() for setting in row.settings}
-    assert named <= SETTINGS and len(named) > 60
-
-
-@pytest.mark.parametrize(("project", "name"), NAMES)
-def test_each_name_is_answered_with_the_one_here(project, name):
-    row = NAMES[project, name]
-    said = name_here(name, row.settings)
-    assert said.startswith(f"{name} of ") and said.endswith(("; rename it", "; leave it out"))
-    if row.ours:
-        assert f"is called {row.answer(name)} here" in said
-    else:
-        assert "has no setting here" in said and row.note.replace("`", "") in said
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"rollout": {"n": 8}}, "rollout.n of verl is called data.samples_per_prompt here"),
-        ({"data": {"train_batch_size": 8}}, "is called data.prompts_per_iteration here (prompts, in both)"),
-        ({"trainer": {"total_epochs": 3}}, "trainer.total_epochs of verl is called run.iterations here"),
-        ({"algorithm": {"adv_estimator": "grpo"}}, "adv_estimator of verl is called algorithm.name here"),
-        (
-            {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1}}}},
-            "actor_rollout_ref.actor.optim.lr of verl is called actor.lr here; rename it",
-        ),
-        ({"critic": {"optim": {"lr": 1}}}, "critic.optim.lr of verl is called critic.lr here"),
-        ({"num_generations": 8}, "num_generations of TRL is called data.samples_per_prompt here"),
-        ({"learning_rate": 1e-5}, "learning_rate of TRL is called actor.lr here (and critic.lr)"),
-        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "is called engine.sharding here"),
-        ({"checkpoint_config": {"keep_last_k": 3}}, "of the older interface is called run.keep_last_k here"),
-        ({"beta": 0.1}, "beta of TRL is called algorithm.kl_coef here"),
-        ({"rollout": {"pace": 1}}, "rollout.pace is no setting"),
-        ({"trainer": {"pace": 1}}, "trainer is no section"),
-    ],
-)
-def test_a_command_line_with_names_of_others(given, said):
-    with pytest.raises(ValueError) as error:
-        structured({"data": {}} | given, TrainerConfig)
-    assert said in str(error.value)
-
-
-def test_a_name_belongs_to_the_kind_of_run():
-    with pytest.raises(ValueError, match="beta of TRL is called dpo.beta here"):
-        structured({"beta": 0.1}, DPOConfig)
-    with pytest.raises(AttributeError, match="rollout.n of verl is called data.samples_per_prompt here"):
-        RolloutConfig().n = 8
-    with pytest.raises(ValueError, match="actor.ppo_epochs of verl is called algorithm.epochs here"):
-        TrainerConfig().actor.ppo_epochs = 2
-    with pytest.raises(ValueError, match="batch_size_per_device of verl is called rollout.max_num_seqs here"):
-        structured({"data": {"train": ""}, "rollout": {"batch_size_per_device": 2}}, TrainerConfig)
-
-
 def test_older_attributes_of_a_section_are_taken():
     config = get_trainer_config()
     config.rollout.batch_size_per_device, config.rollout.use_dynamic_batching = 12, True
@@ -201,6 +132,31 @@ def test_functions_of_any_kind_are_rewards(tmp_path):
             scores.append(pool.results()[0].score)
     assert scores == [0.25, 1.5, 2.0] and len(set(specs)) == 3
     assert spec_of("match", tmp_path) == "match" and spec_of(shorter, tmp_path / "run") == specs[1]
+
+
+def test_a_function_has_one_name_in_every_process(tmp_path):
+    """Whatever the order of its sets, and the ids of classes of a script."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import sys
+from verl_megatron.rewards.callables import spec_of
+
+WORDS = set("abcdefgh")
+
+class Reward:
+    def __call__(self, prompt, response, ground_truth, extra):
+        return float(response in WORDS or response in {"yes", "no", "perhaps", "never"})
+
+print(*spec_of([Reward(), lambda p, r, g, e: r in {"i", "j", "k"}], sys.argv[1]), sep="\\n")
+"""
+    )
+    found = set()
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, script, tmp_path / "run"]
+        found.add(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert len(found) == 1 and len(list((tmp_path / "run").iterdir())) == 2
 
 
 def test_functions_that_cannot_be_rewards_are_refused(tmp_path):
@@ -258,3 +214,21 @@ def test_too_many_ranks_are_refused_with_all_settings_that_ask_for_them(given, n
 def test_a_section_with_an_underscore_too_many_is_refused_by_its_name(section):
     with pytest.raises(ValueError, match=f"^{section} is no section"):
         structured({"data": {"train": "x"}, section: {"tp": 2}}, TrainerConfig)
+
+
+def test_ranks_that_differ_are_told_what_they_differ_in():
+    first, here = TrainerConfig(), TrainerConfig()
+    here.run.output_dir, here.actor.path = "elsewhere", "model"  # hosts may differ in paths
+    first.reward.function = "run/reward_function_0123456789ab.py:score"
+    here.reward.function = "run/reward_function_ba9876543210.py:score"
+    assert different_settings(agreed_settings(first), agreed_settings(here)) == []
+    here.actor.lr, here.rollout.stop = 1e-3, ["a"]
+    assert different_settings(agreed_settings(first), agreed_settings(here)) == [
+        "actor.lr=0.001 is 1e-06 on rank 0; start all ranks with the same settings",
+        "rollout.stop=['a'] is [] on rank 0; start all ranks with the same settings",
+    ]
+    assert "run.seed" in agreed_by_worlds(first) and "run.iterations" not in agreed_by_worlds(first)
+    rows = {"data.train": (10, 5), "data.validation": (11, 2)}
+    assert different_data(rows, rows) == []
+    (problem,) = different_data(rows, rows | {"data.train": (12, 5)})
+    assert "data.train is not the same file on all hosts: 5 rows with the digest 00000000000c here" in problem

@@ -35,21 +35,16 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     known = [f"{section}.{name}" for section in merged for name in merged[section]]
     for name, values in given.items():
         section = shown(name) if isinstance(name, str) else name
-        if section not in merged and (said := _said(str(section), values, known)):
-            problems += said
-        elif section not in merged:
-            problems.append(_no_section(str(section), merged, known))
+        if section not in merged:
+            said = _no_section(str(section), merged, known)
+            problems += _each_name(str(section), values, known, otherwise=said)
         elif not isinstance(values, dict):
             problems.append(
                 f"{section}={short_repr(values)} is no section with settings; give its settings one by one, "
                 f"such as {section}.{next(iter(merged[section]))}"
             )
         else:
-            problems += [
-                problem
-                for name, value in values.items()
-                if (problem := _put(merged[section], str(section), str(name), value, known))
-            ]
+            problems += _put_all(merged[section], str(section), values, known)
     missing = sorted(OmegaConf.missing_keys(structure) - set(_flat(given)))  # a wrong value is said above
     problems += [f"{name} has to be given; add {name}=..." for name in missing]
     refuse(problems)
@@ -85,23 +80,41 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         ) from None
 
 
-def _said(name: str, value: Any, known: Collection[str], *, anywhere: bool = False) -> list[str]:
-    """Return what other projects' settings in and below `name` are called here; empty if one is unknown."""
-    if not isinstance(value, dict):
-        return list(filter(None, [name_here(name, known, anywhere=anywhere)]))
-    parts = [_said(f"{name}.{key}", below, known, anywhere=anywhere) for key, below in value.items()]
-    return [said for part in parts for said in part] if all(parts) else []
+def _each_name(
+    name: str, value: Any, known: Collection[str], *, otherwise: str, anywhere: bool = False
+) -> list[str]:
+    """Return what all settings in and below `name` are called here, or `otherwise`; each sentence once."""
+    said = [name_here(below, known, anywhere=anywhere) or otherwise for below in _below(name, value)]
+    return list(dict.fromkeys(said))
 
 
-def _put(section: DictConfig, section_name: str, name: str, value: Any, settings: Collection[str]) -> str:
-    """Set one of all `settings`; return its problem, or an empty string."""
-    known = [str(key) for key in section]
-    if new := present_name(name, known):
-        return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
-    if name not in known and (said := _said(f"{section_name}.{name}", value, settings, anywhere=True)):
-        return "; ".join(said)
-    if name not in known:
-        return _no_setting(section_name, name, known, settings)
+def _below(name: str, value: Any) -> Iterator[str]:
+    """Yield the full names of all settings in and below `name`."""
+    if not isinstance(value, dict) or not value:
+        yield name
+        return
+    for key, each in value.items():
+        yield from _below(f"{name}.{key}", each)
+
+
+def _put_all(
+    section: DictConfig, section_name: str, values: dict[Any, Any], settings: Collection[str]
+) -> list[str]:
+    """Set settings of a section, which are some of all `settings`; return the problems."""
+    known, problems = [str(key) for key in section], []
+    for name, value in ((str(name), value) for name, value in values.items()):
+        if name in known:
+            problems += filter(None, [_put(section, section_name, name, value)])
+        elif new := present_name(name, known):
+            problems.append(f"{section_name}.{name} is now called {section_name}.{new}; rename it")
+        else:
+            said = _no_setting(section_name, name, known, settings)
+            problems += _each_name(f"{section_name}.{name}", value, settings, otherwise=said, anywhere=True)
+    return problems
+
+
+def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
+    """Set one setting; return its problem, or an empty string."""
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     if name in PATHS:
         value = _with_home(value)

@@ -1,16 +1,20 @@
-"""The ranks that a run needs, for programs that torchrun has not started."""
+"""The ranks that a run needs, for programs that torchrun has not started, and what all of them agree on."""
 
+import json
 import math
 import os
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parallel.layout import last_rank, least_ranks
 from parallel.runtime.process import LAUNCHER
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.limits import check_types
-from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.config import PATHS, SupervisedConfig, TrainerConfig
+from verl_megatron.config.section import as_dict
 from verl_megatron.model_specs import has_worlds, models_of
 
 
@@ -50,6 +54,57 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
     return [
         f"{named_layouts(config)}: {needed} ranks are needed, and this is one process; "
         f"start them with: torchrun --nproc_per_node {needed} {_program()}"
+    ]
+
+
+def agreed_settings(config: TrainerConfig | SupervisedConfig) -> dict[str, str]:
+    """Return what all ranks of a run must be started with: values by `section.setting`, as JSON.
+
+    Paths are left out, as hosts may differ in them, and the digest of a reward function in Python, which may
+    differ between processes.
+    """
+    values = {
+        f"{section}.{name}": json.dumps(value, default=str)
+        for section, settings in as_dict(config).items()
+        for name, value in settings.items()
+    }
+    if "reward.function" in values:
+        digest = r"[^\",:]*(reward_function_(?:\w+_)?)[0-9a-f]{12}\.py"
+        values["reward.function"] = re.sub(digest, r"\1.py", values["reward.function"])
+    return {name: value for name, value in values.items() if name not in PATHS}
+
+
+def agreed_by_worlds(config: TrainerConfig) -> dict[str, str]:
+    """Return what both worlds of a bridge must be started with: not how the training world itself runs."""
+    return {
+        name: value
+        for name, value in agreed_settings(config).items()
+        if not name.startswith("run.") or name == "run.seed"
+    }
+
+
+def different_settings(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Return a problem for each setting that is not as on the first rank; both as of `agreed_settings`."""
+    return [
+        f"{name}={short_repr(json.loads(here[name]))} is {short_repr(json.loads(value))} on rank 0; "
+        "start all ranks with the same settings"
+        for name, value in first.items()
+        if here.get(name, value) != value
+    ]
+
+
+def different_data(first: Mapping[str, tuple[int, int]], here: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return a problem for each data file that has other rows than on the first rank.
+
+    Args:
+        first, here: digest and number of the rows by setting, such as `data.train`.
+    """
+    return [
+        f"{name} is not the same file on all hosts: {rows:,} rows with the digest {digest:012x} here, and "
+        f"{first[name][1]:,} with {first[name][0]:012x} on rank 0; copy one of them to all hosts, or name "
+        "one in a folder that they share"
+        for name, (digest, rows) in here.items()
+        if first.get(name, (digest, rows)) != (digest, rows)
     ]
 
 

@@ -18,7 +18,7 @@ from verl_megatron.launch.recipe import SHIPPED, own_recipe
 
 EXAMPLES = (
     "",
-    "grpo_8b actor.path=llama3-8b reward.function=match",
+    "grpo_8b actor.path=llama3-8b data.train= reward.function=match --ranks 4",
     "--config mine.yaml --ranks 4 --disk /scratch/run --json",
 )
 

@@ -1,8 +1,8 @@
 """usage: verl-megatron quickstart [SECTION.SETTING=VALUE ...] [--dry-run]
 
-Builds the toy job in outputs/toy, fine-tunes its model, trains it by PPO and exports it: two minutes on a
-two-core CPU. Settings are those of the PPO run, such as run.iterations=5. Environment: SEED (1), OUT
-(outputs/toy).
+Builds the toy job in outputs/toy, fine-tunes its model, trains it by PPO and exports it: two to three
+minutes on a two-core CPU. Settings are those of the PPO run, such as run.iterations=5. Environment: SEED
+(1), OUT (outputs/toy).
 
 options:
   -h, --help  show this help message and exit

@@ -37,6 +37,7 @@ from verl_megatron.config.schemas import (
 from verl_megatron.config.section import (
     LEAST_TEMPERATURE,
     MISSING,
+    PATHS,
     RENAMED,
     Section,
     UnknownSettingError,
@@ -51,6 +52,7 @@ __all__ = [
     "NORMALIZER_NAMES",
     "OBJECTIVE_NAMES",
     "OLDER_NAMES",
+    "PATHS",
     "RENAMED",
     "SCHEMAS",
     "SCORERS",

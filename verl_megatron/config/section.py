@@ -47,6 +47,10 @@ def names_of(schema: "type[Section]") -> set[str]:
     return {f"{section}.{name}" for section, settings in as_dict(schema()).items() for name in settings}
 
 
+# Settings that name files and folders: two spellings may mean the same one, and hosts may keep it elsewhere.
+PATHS = {"actor.path", "critic.path", "reward.path", "teacher.path",
+         "data.train", "data.validation", "run.output_dir"}  # fmt: skip
+
 RENAMED = {  # former name -> name; the former one is refused with the new one in the message
     "data.rows_per_step": "data.samples_per_step",
     "data.validation_rows": "data.validation_samples",

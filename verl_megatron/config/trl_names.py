@@ -120,6 +120,7 @@ TRL: Table = {
         row("num_sample_generations", "run.validate_interval", "iterations between validations"),
     ),
     "SFT": (
+        row("per_device_train_batch_size", "data.samples_per_step", "over all devices"),
         row(
             "max_length max_seq_length", "`data.max_tokens`", "longer rows are refused or dropped, never cut"
         ),
@@ -132,6 +133,8 @@ TRL: Table = {
         ),
     ),
     "DPO and reward models": (
+        row("per_device_train_batch_size", "data.pairs_per_step", "over all devices"),
+        row("max_prompt_length max_completion_length", "`data.max_tokens`", "of both together"),
         row("loss_type", "dpo.loss", "`sigmoid` or `ipo`"),
         row("beta label_smoothing", "dpo.beta dpo.label_smoothing"),
         row("ref_model", "", "always the actor's initial weights"),
@@ -143,6 +146,7 @@ TRL: Table = {
         row("train_dataset eval_dataset", "data.train data.validation"),
         row("dataset_name", "data.train", "a file; fetch a data set of the hub with hf download"),
         row("learning_rate", "`actor.lr`", "and `critic.lr`"),
+        row("model_name_or_path learning_rate", "reward.path reward.lr", "of `verl-megatron reward-model`"),
         row("lr_scheduler_type", "engine.lr_decay_style", "default constant here, linear in TRL"),
         row("warmup_steps", "engine.lr_warmup_steps"),
         row("warmup_ratio", "engine.lr_warmup_steps", "steps, not a share"),

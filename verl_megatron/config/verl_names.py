@@ -1,6 +1,7 @@
 """Settings of verl's PPO trainer and what stands for them here."""
 
 from verl_megatron.config.names import Table, row
+from verl_megatron.config.verl_run_names import RUN
 
 VERL: Table = {
     "Data": (
@@ -14,22 +15,63 @@ VERL: Table = {
         row("data.filter_overlong_prompts", "`data.overlong=drop`"),
         row("data.truncation", "data.overlong", "`error` or `drop`; prompts are never truncated"),
         row("data.seed", "run.seed"),
-        row("data.return_raw_chat data.return_raw_input_ids", "", "prompts are kept as they are"),
+        row(
+            "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt",
+            "",
+            "prompts are kept as they are",
+        ),
         row("data.reward_fn_key", "", "other columns reach the function as extra"),
-        row("data.image_key data.video_key", "", "models see text only"),
-        row("data.dataloader_num_workers data.use_shm", "", "files are read once, before the run"),
-        row("data.custom_cls.path", "", "data is a file of rows"),
+        row("data.image_key data.video_key data.return_multi_modal_inputs", "", "models see text only"),
+        row(
+            "data.dataloader_num_workers data.filter_overlong_prompts_workers data.use_shm",
+            "",
+            "files are read once, before the run",
+        ),
+        row("data.custom_cls data.datagen", "", "data is a file of rows"),
+        row("data.sampler", "data.curriculum", "sources whose samples differ in score come more often"),
+        row("data.validation_shuffle", "", "validation prompts keep their order"),
+        row(
+            "data.tokenizer critic.model.tokenizer_path reward_model.model.input_tokenizer",
+            "",
+            "each model's folder has its tokenizer",
+        ),
+        row(
+            "data.apply_chat_template_kwargs arr.model.custom_chat_template",
+            "",
+            "the tokenizer's chat template is used as it is",
+        ),
     ),
     "Models and layouts": (
         row("arr.model.path", "actor.path", "also the reference's"),
         row("critic.model.path", "critic.path", "empty: the actor's"),
         row("reward_model.model.path", "reward.path", "added to the function's score"),
         row("reward_model.enable", "reward.path", "empty: no reward model"),
-        row("arr.model.trust_remote_code", "", "no code of a model folder is ever run"),
-        row("arr.model.use_remove_padding arr.model.use_fused_kernels", "", "always so"),
+        row(
+            "arr.model.trust_remote_code data.trust_remote_code", "", "no code of a model folder is ever run"
+        ),
+        row("arr.model.use_remove_padding arr.actor.use_remove_padding", "", "always so"),
+        row(
+            "arr.model.use_fused_kernels arr.model.fused_kernel_options arr.model.use_liger "
+            "arr.actor.use_fused_kernels arr.actor.use_torch_compile arr.ref.use_torch_compile",
+            "",
+            "kernels are chosen by `engine.transformer_impl`",
+        ),
+        row(
+            "arr.actor.entropy_from_logits_with_chunking arr.actor.entropy_checkpointing "
+            "arr.ref.entropy_from_logits_with_chunking arr.ref.entropy_checkpointing",
+            "",
+            "logits are split over tp and micro-batches",
+        ),
         row("arr.model.enable_gradient_checkpointing", "engine.recompute", "`none`, `selective`, `full`"),
         row("critic.model.enable_gradient_checkpointing", "engine.recompute", "of all models"),
-        row("arr.model.lora_rank arr.model.lora_alpha", "", "all weights are trained"),
+        row("arr.model.enable_activation_offload", "engine.recompute", "activations are computed again"),
+        row(
+            "arr.model.lora_rank arr.model.lora_alpha arr.model.target_modules arr.model.exclude_modules "
+            "arr.model.lora arr.model.lora_adapter_path critic.model.lora",
+            "",
+            "all weights are trained",
+        ),
+        row("arr.model.override_config", "", "the model is as its config.json says"),
         row("arr.model.use_shm arr.model.external_lib", "", "weights are read by byte range"),
         row(
             "arr.actor.megatron.tensor_model_parallel_size arr.actor.megatron.pipeline_model_parallel_size",
@@ -48,9 +90,10 @@ VERL: Table = {
         ),
         row("arr.actor.megatron.sequence_parallel", "actor.layout", "`sp` at its end"),
         row(
-            "critic.megatron.tensor_model_parallel_size critic.megatron.pipeline_model_parallel_size",
+            "critic.megatron.tensor_model_parallel_size critic.megatron.pipeline_model_parallel_size "
+            "critic.megatron.virtual_pipeline_model_parallel_size critic.megatron.sequence_parallel",
             "critic.layout",
-            "such as `tp2pp2`",
+            "such as `tp2pp2vpp2sp`",
         ),
         row(
             "critic.megatron.context_parallel_size critic.ulysses_sequence_parallel_size",
@@ -64,24 +107,43 @@ VERL: Table = {
         ),
         row(
             "reward_model.megatron.tensor_model_parallel_size "
-            "reward_model.megatron.pipeline_model_parallel_size",
+            "reward_model.megatron.pipeline_model_parallel_size "
+            "reward_model.megatron.virtual_pipeline_model_parallel_size "
+            "reward_model.megatron.context_parallel_size reward_model.megatron.sequence_parallel",
             "reward.layout",
-            "such as `tp2pp2`",
+            "such as `tp2pp2cp2sp`",
+        ),
+        row(
+            "arr.ref.ulysses_sequence_parallel_size reward_model.ulysses_sequence_parallel_size",
+            "actor.layout reward.layout",
+            "such as `tp2cp2`",
         ),
         row("arr.actor.megatron.use_distributed_optimizer", "engine.distributed_optimizer"),
         row(
-            "arr.actor.megatron.param_offload",
+            "arr.actor.megatron.param_offload arr.actor.fsdp_config.param_offload",
             "`reshard.mode=swap`",
-            "the nearest: one copy of the weights, which stays on the GPU",
+            "true: the nearest, one copy of the weights, which stays on the GPU; false: leave it out",
         ),
-        row("arr.actor.megatron.grad_offload", "`reshard.offload=grads`", "of actor and critic"),
         row(
-            "arr.actor.megatron.optimizer_offload",
+            "arr.actor.megatron.grad_offload arr.actor.fsdp_config.grad_offload",
+            "`reshard.offload=grads`",
+            "true: of actor and critic; false: leave it out",
+        ),
+        row(
+            "arr.actor.megatron.optimizer_offload arr.actor.fsdp_config.optimizer_offload",
             "`reshard.offload=optimizer`",
-            "`all` offloads gradients, too",
+            "true: `all` offloads gradients, too; false: leave it out",
         ),
         row(
-            "arr.actor.megatron.use_dist_checkpointing arr.actor.megatron.use_mbridge",
+            "arr.ref.megatron.param_offload critic.megatron.param_offload "
+            "reward_model.megatron.param_offload arr.ref.fsdp_config.param_offload "
+            "critic.model.fsdp_config.param_offload reward_model.model.fsdp_config.param_offload",
+            "",
+            "weights stay on the GPU; a frozen model's can be fp8, as in `reference.dtype`",
+        ),
+        row(
+            "arr.actor.megatron.use_dist_checkpointing arr.actor.megatron.use_mbridge "
+            "arr.actor.megatron.dist_checkpointing_path arr.actor.megatron.vanilla_mbridge",
             "",
             "Hugging Face folders are read directly",
         ),
@@ -91,13 +153,31 @@ VERL: Table = {
             "`reshard.offload=steps`",
             "the step itself is the GPU's",
         ),
+        row(
+            "arr.actor.megatron.override_transformer_config arr.actor.megatron.override_ddp_config "
+            "arr.actor.megatron.override_mcore_model_config arr.actor.optim.override_optimizer_config",
+            "",
+            "Megatron-Core's own settings follow from section engine",
+        ),
+        row(
+            "arr.actor.megatron.expert_model_parallel_size arr.actor.megatron.expert_tensor_parallel_size",
+            "",
+            "models are dense",
+        ),
+        row("arr.actor.megatron.dtype", "engine.dtype"),
         row("arr.actor.megatron.seed", "run.seed"),
         row(
-            "arr.actor.fsdp_config arr.actor.fsdp_config.param_offload",
-            "`engine.sharding=full`",
-            "weights, gradients and optimizer; `reshard.offload` takes gradients and moments off the GPU",
+            "arr.actor.fsdp_config arr.ref.fsdp_config critic.model.fsdp_config "
+            "reward_model.model.fsdp_config",
+            "engine.sharding",
+            "`full` is FSDP of weights, gradients and optimizer, without further settings",
         ),
-        row("arr.actor.strategy critic.strategy", "", "Megatron-Core only"),
+        row(
+            "arr.actor.strategy arr.ref.strategy critic.strategy reward_model.strategy",
+            "",
+            "Megatron-Core only; `engine.sharding=full` shards as FSDP does",
+        ),
+        row("arr.nccl_timeout critic.nccl_timeout reward_model.nccl_timeout", "`run.stall_timeout_s`"),
         row("arr.hybrid_engine", "`rollout.devices`", "`false`: ranks that only generate"),
     ),
     "Micro-batches": (
@@ -110,9 +190,11 @@ VERL: Table = {
         ),
         row(
             "arr.actor.ppo_micro_batch_size_per_gpu arr.actor.ppo_micro_batch_size "
-            "arr.rollout.log_prob_micro_batch_size_per_gpu arr.ref.log_prob_micro_batch_size_per_gpu "
-            "critic.ppo_micro_batch_size_per_gpu critic.forward_micro_batch_size_per_gpu "
-            "reward_model.micro_batch_size_per_gpu",
+            "arr.rollout.log_prob_micro_batch_size_per_gpu arr.rollout.log_prob_micro_batch_size "
+            "arr.ref.log_prob_micro_batch_size_per_gpu arr.ref.log_prob_micro_batch_size "
+            "critic.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size "
+            "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size "
+            "reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size",
             "`engine.tokens_per_micro_batch`",
             "tokens, not samples",
         ),
@@ -149,6 +231,9 @@ VERL: Table = {
             "`constant`, `linear`, `cosine`",
         ),
         row("arr.actor.optim.min_lr_ratio", "engine.min_lr_ratio"),
+        row("arr.actor.optim.min_lr", "engine.min_lr_ratio", "a share of the peak"),
+        row("arr.actor.optim.lr_decay_steps", "", "the schedule ends with `run.iterations`"),
+        row("arr.actor.optim.optimizer arr.actor.optim.optimizer_impl", "", "always AdamW"),
         row("arr.actor.optim.weight_decay", "engine.weight_decay", "one value for actor and critic"),
         row("arr.actor.optim.clip_grad arr.actor.grad_clip critic.grad_clip", "`engine.clip_grad`"),
         row("arr.actor.optim.betas", "engine.adam_betas"),
@@ -165,6 +250,8 @@ VERL: Table = {
             "algorithm.objective",
             "`vanilla` is `clip`, `gspo` is `gspo_token`, `cispo` is the same",
         ),
+        row("arr.actor.policy_loss", "", "objectives with covariances are not there"),
+        row("algorithm.use_pf_ppo algorithm.pf_ppo", "", "samples are not drawn again by their scores"),
         row("algorithm.filter_groups.enable", "algorithm.dynamic_sampling", "missing groups are filled up"),
         row("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds"),
         row("algorithm.filter_groups.metric", "", "groups are compared by score"),
@@ -172,7 +259,16 @@ VERL: Table = {
             "reward_model.overlong_buffer.len reward_model.overlong_buffer.penalty_factor",
             "reward.overlong_tokens reward.overlong_penalty",
         ),
-        row("reward_model.overlong_buffer.enable", "reward.overlong_tokens", "0: off"),
+        row(
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len "
+            "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+            "reward.overlong_tokens reward.overlong_penalty",
+        ),
+        row(
+            "reward_model.overlong_buffer.enable reward_model.reward_kwargs.overlong_buffer_cfg.enable",
+            "`reward.overlong_tokens`",
+            "0: off",
+        ),
         row("algorithm.lam", "algorithm.gae_lambda", "default 0.95 here, 1.0 in verl"),
         row("algorithm.norm_adv_by_std_in_grpo", "algorithm.scale_by_std"),
         row(
@@ -181,7 +277,8 @@ VERL: Table = {
             "a number of steps: train_batch_size / ppo_mini_batch_size",
         ),
         row("arr.actor.ppo_epochs critic.ppo_epochs", "`algorithm.epochs`", "the same for both models"),
-        row("arr.actor.shuffle", "", "mini-batches take the samples in order"),
+        row("critic.enable", "algorithm.name", "only `ppo` has a critic"),
+        row("arr.actor.shuffle critic.shuffle", "", "mini-batches take the samples in order"),
         row(
             "arr.actor.clip_ratio",
             "`algorithm.clip_ratio_low` and `algorithm.clip_ratio_high`",
@@ -194,19 +291,25 @@ VERL: Table = {
         row("critic.cliprange_value", "algorithm.cliprange_value", "default 0.2 here, 0.5 in verl"),
         row("arr.actor.entropy_coeff", "algorithm.entropy_coef"),
         row(
-            "arr.actor.loss_agg_mode",
-            "algorithm.normalizer",
+            "arr.actor.loss_agg_mode critic.loss_agg_mode",
+            "`algorithm.normalizer`",
             "`token-mean`: `token_mean`; `seq-mean-token-mean`: `sequence_mean`; "
             "`seq-mean-token-sum-norm`: `sequence_sum`",
         ),
-        row("arr.actor.use_kl_loss", "`algorithm.kl_in=loss`", "with a coefficient"),
+        row(
+            "arr.actor.use_kl_loss", "`algorithm.kl_in=loss`", "true: with a coefficient; false: leave it out"
+        ),
         row("arr.actor.kl_loss_coef", "`algorithm.kl_coef`", "with `algorithm.kl_in=loss`"),
         row(
             "arr.actor.kl_loss_type",
             "algorithm.kl_estimator",
             "`low_var_kl` is `k3`, `mse` is `k2`; `kl` (k1) is refused: in a loss its gradient is 0",
         ),
-        row("algorithm.use_kl_in_reward", "`algorithm.kl_in=reward`", "with a coefficient"),
+        row(
+            "algorithm.use_kl_in_reward",
+            "`algorithm.kl_in=reward`",
+            "true: with a coefficient; false: leave it out",
+        ),
         row("algorithm.kl_penalty", "algorithm.kl_estimator", "`kl` is `k1`"),
         row("algorithm.kl_ctrl.kl_coef", "`algorithm.kl_coef`", "with `algorithm.kl_in=reward`"),
         row(
@@ -237,98 +340,5 @@ VERL: Table = {
             "with `algorithm.correction=truncate`",
         ),
     ),
-    "Rollout": (
-        row("arr.rollout.n", "data.samples_per_prompt"),
-        row("arr.rollout.tensor_model_parallel_size", "rollout.tp"),
-        row("arr.rollout.response_length", "rollout.max_tokens"),
-        row("arr.rollout.prompt_length", "data.max_prompt_tokens"),
-        row("arr.rollout.free_cache_engine", "rollout.sleep", "weights and KV cache"),
-        row("arr.rollout.val_kwargs.temperature", "data.validation_temperature", "0: greedy"),
-        row(
-            "arr.rollout.val_kwargs.do_sample",
-            "data.validation_temperature",
-            "0: greedy, verl's default; here the default is 1",
-        ),
-        row("arr.rollout.val_kwargs.n", "", "one response to each validation prompt"),
-        row("arr.rollout.do_sample", "rollout.temperature", "rollouts are always sampled"),
-        row(
-            "arr.rollout.max_num_batched_tokens arr.rollout.enable_chunked_prefill "
-            "arr.rollout.enable_prefix_caching",
-            "",
-            "vLLM's defaults",
-        ),
-        row(
-            "arr.rollout.max_model_len",
-            "",
-            "it is `data.max_prompt_tokens` + `rollout.max_tokens`",
-        ),
-        row("arr.rollout.load_format", "", "vLLM gets its weights from the actor"),
-        row("arr.rollout.name arr.rollout.mode", "", "always vLLM, in the ranks of the run"),
-        row("arr.rollout.multi_turn.enable arr.rollout.agent.num_workers", "", "one turn a sample"),
-        row("arr.rollout.calculate_log_probs", "", "always so"),
-    ),
-    "Asynchronous": (
-        row(
-            "async_training.trigger_parameter_sync_step",
-            "async.sync_interval",
-            "iterations between weight syncs, with `async.buffer=window`",
-        ),
-        row(
-            "async_training.staleness_threshold",
-            "async.max_staleness",
-            "a number of weight syncs, where verl has a share of samples",
-        ),
-        row("async_training.partial_rollout", "async.partial", "`finish` is false"),
-        row("async_training.require_batches", "`data.prompts_per_iteration`", "of an optimizer step"),
-    ),
-    "Rewards": (
-        row(
-            "custom_reward_function.path custom_reward_function.name",
-            "`reward.function`",
-            "as `path.py:name`, also by data_source: `{SOURCE:path.py:name,default:math}`",
-        ),
-        row(
-            "reward_model.reward_manager",
-            "",
-            "functions run in worker processes, or on a server: `http://...`",
-        ),
-        row("reward_model.launch_reward_fn_async", "", "always so"),
-        row("reward_model.sandbox_fusion.url", "`reward.function=code`", "a sandbox on the same host"),
-    ),
-    "Trainer": (
-        row("trainer.total_training_steps", "run.iterations"),
-        row("trainer.total_epochs", "run.iterations", "epochs × prompts / `data.prompts_per_iteration`"),
-        row(
-            "trainer.save_freq trainer.test_freq",
-            "run.save_interval run.validate_interval",
-            "0 instead of -1",
-        ),
-        row(
-            "trainer.val_before_train trainer.val_only",
-            "",
-            "validated first, where there is `data.validation`",
-        ),
-        row("trainer.resume_mode", "run.resume", "`auto` is `newest`, `disable` is `never`"),
-        row("trainer.resume_from_path", "run.output_dir", "its newest checkpoint"),
-        row(
-            "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
-            "`run.keep_last_k`",
-            "2 by default",
-        ),
-        row("trainer.default_local_dir", "run.output_dir"),
-        row("trainer.logger", "run.track_metrics"),
-        row(
-            "trainer.project_name trainer.experiment_name", "`run.output_dir`", "its last part names the run"
-        ),
-        row(
-            "trainer.nnodes trainer.n_gpus_per_node",
-            "`NNODES`, `GPUS`",
-            "environment of recipes and launchers; `--ranks` of `verl-megatron train`",
-        ),
-        row("trainer.log_val_generations", "", "all are kept: validation/step_N.jsonl"),
-        row("trainer.device", "", "GPUs where there are some, else the CPU"),
-        row("trainer.ray_wait_register_center_timeout ray_init.num_cpus", "", "there is no Ray driver"),
-        row("arr.actor.checkpoint.save_contents", "run.export", "at the end of the run"),
-        row("trainer.esi_redundant_time", "", "SIGTERM saves; see GRACE_S"),
-    ),
+    **RUN,
 }
