@@ -13,10 +13,11 @@ On the bridge, ranks are numbered from 0: first those of the training world, the
 """
 
 import contextlib
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is not
 
 
 WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
+SETTINGS = "settings"  # key of a bridge: those of the training world
 LEFT = "left"  # before a rank: it has ended well
 SIGNS = "training"  # before the signs of life of training ranks
 PATIENCE = "patience"  # key among these: number of the ranks, and seconds for which they may be silent
@@ -166,6 +168,32 @@ class Bridge:
                     f"ranks, and rank {rank} of the bridge expects {sizes}; start both worlds with the same "
                     "settings"
                 )
+
+    def agree_on(self, settings: Mapping[str, str]) -> None:
+        """Compare the settings of both worlds, whose ranks all call this, in the one that serves.
+
+        Args:
+            settings: by name, what both worlds must have been started with.
+
+        Raises:
+            ValueError: the training world has others, or does not answer.
+            BridgeLostError: the training world's store is gone.
+        """
+        if self.rank in self.training_ranks:
+            if self.rank == 0:
+                self.put(SETTINGS, json.dumps(dict(settings)))
+            return
+        try:
+            of_training = json.loads(self.value(SETTINGS, within_s=JOIN_S))
+        except TimeoutError as error:
+            raise ValueError(f"{self.name}: {error}; look at training's output, or start it") from None
+        names = sorted(settings.keys() | of_training.keys())
+        values = {name: (settings.get(name, "unknown"), of_training.get(name, "unknown")) for name in names}
+        if other := [f"{name}={a[:99]} is {b[:99]} there" for name, (a, b) in values.items() if a != b]:
+            raise ValueError(
+                f"{self.name}: not the settings of the training world: {', '.join(other[:5])}"
+                f"{f' and {len(other) - 5} more' if len(other) > 5 else ''}; start both worlds with the same"
+            )
 
     @contextlib.contextmanager
     def abandoned_if_lost(self) -> Iterator[None]:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from parallel.checkpoint import resume
+from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.sealed import shortened
-from verl_megatron.config import RENAMED
+from parallel.runtime.refusal import short_repr
+from verl_megatron.config import PATHS, RENAMED
 from verl_megatron.data.batch import RolloutBatch
 
 _MOST = 2**53  # integers up to here are exact as floats
 _SHOWN = 20
 _ABSENT = "not there"
-_PATHS = {"run.output_dir", "data.train", "data.validation", "actor.path", "critic.path", "reward.path"}
 
 
 def is_count(value: Any) -> bool:
@@ -204,6 +206,24 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
 
 
+def refuse_other_run(path: Path, manifest: dict, *, kind: str, models: dict[str, dict]) -> None:
+    """Compare what a checkpoint is of with what is to resume from it.
+
+    Args:
+        kind: name of the settings' class.
+        models: architectures of the trained roles.
+
+    Raises:
+        CheckpointError: it is of another kind of run, or of other models.
+    """
+    if (saved := manifest.get("kind", kind)) != kind:
+        raise CheckpointError(
+            f"{path} is of another kind of run: its settings are a {short_repr(saved)}, here a {kind}; "
+            "choose another run.output_dir, or set run.resume=never"
+        )
+    resume.refuse_other_models(path, manifest, models)
+
+
 # ---- settings --------------------------------------------------------------------------------------------
 
 
@@ -240,7 +260,7 @@ def settings_by_name(settings: dict[str, dict]) -> dict[str, Any]:
 
 
 def _is_same(name: str, old: Any, new: Any) -> bool:
-    if name in _PATHS and isinstance(old, str) and isinstance(new, str) and old and new:
+    if name in PATHS and isinstance(old, str) and isinstance(new, str) and old and new:
         return Path(old).absolute() == Path(new).absolute() or Path(old).resolve() == Path(new).resolve()
     return old == new
 

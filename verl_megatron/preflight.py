@@ -4,9 +4,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from parallel import device
+from parallel.checkpoint import folders as checkpoints
+from parallel.checkpoint.sealed import read_sealed
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
 from verl_megatron.checks.rollout import sampling_notes
@@ -16,6 +19,7 @@ from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import READERS
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
+from verl_megatron.manifest import manifest_problem, refuse_other_run
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.preflight import check_fits
@@ -35,6 +39,12 @@ class Inputs:
     curriculum: Callable[..., Any] | None = None  # gives sources of prompts their weights
     once: OncePerHost | None = None  # reads the data for all ranks of a host; None: each rank does
     notes: list[str] = field(default_factory=list)  # to print; not problems
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The rows that were read, by their setting in the section data."""
+        read = {"train": self.train, "validation": self.validation}
+        return {name: rows for name, rows in read.items() if rows is not None}
 
 
 def inspect_run(
@@ -63,7 +73,8 @@ def inspect_run(
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
     inputs.notes += findings.notes + unused_notes(config) + sampling_notes(config)
-    return problems + (findings.problems or _inspect_data(config, rows, inputs))
+    problems += findings.problems or _inspect_data(config, rows, inputs)
+    return problems or _checkpoint_problems(config, inputs.train if rows is None else None)
 
 
 def inspect_supervised(
@@ -83,7 +94,34 @@ def inspect_supervised(
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=False, dry=rows is not None, new_score=True)
     inputs.notes += findings.notes
-    return problems + (findings.problems or _inspect_data(config, rows, inputs))
+    problems += findings.problems or _inspect_data(config, rows, inputs)
+    return problems or _checkpoint_problems(config, inputs.train if rows is None else None)
+
+
+def _checkpoint_problems(config: TrainerConfig | SupervisedConfig, data: Any) -> list[str]:
+    """Return why the newest checkpoint cannot be resumed from; damage is noticed when it is read.
+
+    Args:
+        data: all rows of data.train; None: they are not compared.
+    """
+    newest = checkpoints.complete(Path(config.run.output_dir) / "checkpoint")[:1]
+    if not newest or config.run.resume == "never":
+        return []
+    try:
+        saved = read_sealed(newest[0] / checkpoints.MANIFEST)
+    except (OSError, ValueError):
+        return []
+    if manifest_problem(saved):
+        return []
+    trained = [spec for spec in models_of(config) if spec.trainable]
+    models = {spec.name: read_architecture(spec.model.path).to_hf() for spec in trained}
+    try:
+        refuse_other_run(newest[0], saved, kind=type(config).__name__, models=models)
+        if data is not None:
+            data.cursor(seed=config.run.seed).load_state_dict(saved["cursor"])
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, inputs: Inputs) -> list[str]:

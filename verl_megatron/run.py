@@ -135,8 +135,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    stall_s = config.run.stall_timeout_s
-    meeting = Meeting(world, watchdog.beat, patience_s=stall_s) if has_worlds(config) else None
+    meeting = Meeting(config, world, watchdog.beat) if has_worlds(config) else None
     progress = watchdog.beat if meeting is None else meeting.work
     models = _Models(config, world, progress=progress, validation=len(inputs.validation or ()))
     source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))

@@ -44,6 +44,8 @@ class SavedState(Progress):
     def __init__(self, run: Run, *, say: Callable[[str], None]):
         self.run = run
         self._resumed: Collected | None = None  # samples to resume with
+        # The first rank's, because a reward function in Python may be stored under several names.
+        self._made = run.world.broadcast_object(_made_by(run))
         super().__init__(
             run.config,
             run.world,
@@ -63,13 +65,13 @@ class SavedState(Progress):
     def _rank_state(self) -> dict:
         sampler = self.run.sampler
         in_flight = sampler.state_dict() if isinstance(sampler, RemoteSampler) else {}
-        return super()._rank_state() | {"in_flight": in_flight, "made_with": self._made_with()}
+        return super()._rank_state() | {"in_flight": in_flight, "made_with": self._made}
 
     def _restore_rank_state(self, saved: dict) -> None:
         super()._restore_rank_state(saved)
         if isinstance(self.run.sampler, RemoteSampler):
             if in_flight := saved.get("in_flight"):
-                usable = "made_with" not in saved or _made_with(saved) == self._made_with()
+                usable = "made_with" not in saved or _made_with(saved) == self._made
                 self.run.sampler.load_state_dict(in_flight, usable=usable)
 
     def _restore_other_layout(self, path: Path, num_ranks: int) -> None:
@@ -100,7 +102,7 @@ class SavedState(Progress):
         if self._newest is None or collected is self._resumed:
             return
         rank_state = {
-            "made_with": self._made_with(),
+            "made_with": self._made,
             "batch": collected.batch.tensors(),
             "sums": collected.sums.state_dict(),
             "reshard_bytes": collected.reshard_bytes,
@@ -119,23 +121,6 @@ class SavedState(Progress):
 
         self._background.submit(add)
 
-    def _made_with(self) -> dict:
-        """Return the settings that samples depend on; if they change, samples are collected again."""
-        config = self.config
-        sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
-        eos_penalty = [config.reward.missing_eos_penalty] * bool(config.reward.missing_eos_penalty)
-        return {
-            "data": dataclasses.asdict(config.data),
-            "sampling": sampling,
-            "reward": [config.reward.function, config.reward.path],
-            "reward_options": options_of(config.reward),
-            "shaping": [config.reward.overlong_tokens, config.reward.overlong_penalty, *eos_penalty],
-            "with_greedy": self.run.draw.with_greedy,
-            "dynamic_sampling": config.algorithm.dynamic_sampling,
-            "seed": config.run.seed,
-            **{f"{section}.{name}": value for section, name, value in _others(config)},
-        }
-
     def collected(self) -> Collected | None:
         """Return the saved samples of the next iteration, once; their time counts towards that iteration."""
         return self._resumed
@@ -150,7 +135,8 @@ class SavedState(Progress):
         if attachment is None or self.step == self.config.run.iterations:
             return
         parts, world_size = attachment
-        if any(_made_with(part) != self._made_with() for part in parts):
+        differs = any(_made_with(part) != self._made for part in parts)
+        if any(self.world.all_gather_object(differs)):
             return self.say(
                 f"the samples in {path} were collected with other settings of data, rollout or reward, "
                 "and are collected again"
@@ -169,6 +155,24 @@ class SavedState(Progress):
         if isinstance(self.run.sampler, RemoteSampler):
             resumed = Resumed(num_samples=len(batch), groups=parts[0].get("taken", ()))
             self.run.sampler.begin(self.step + 2, self.cursor.state_dict(), resumed)
+
+
+def _made_by(run: Run) -> dict:
+    """Return the settings that samples depend on; if they change, samples are collected again."""
+    config = run.config
+    sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
+    eos_penalty = [config.reward.missing_eos_penalty] * bool(config.reward.missing_eos_penalty)
+    return {
+        "data": dataclasses.asdict(config.data),
+        "sampling": sampling,
+        "reward": [config.reward.function, config.reward.path],
+        "reward_options": options_of(config.reward),
+        "shaping": [config.reward.overlong_tokens, config.reward.overlong_penalty, *eos_penalty],
+        "with_greedy": run.draw.with_greedy,
+        "dynamic_sampling": config.algorithm.dynamic_sampling,
+        "seed": config.run.seed,
+        **{f"{section}.{name}": value for section, name, value in _others(config)},
+    }
 
 
 def _made_with(part: dict) -> dict:

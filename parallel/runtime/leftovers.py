@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ LONGEST = 107 - 37
 SHORT = Path("/tmp")  # for sockets, if the folder of temporary files is longer
 
 _own_folders: list[Path] = []
+_removals: list[tuple[int, Callable[[], None]]] = []  # with the process that they are of
 
 
 def begin(*, keep_folder: bool = False) -> None:
@@ -57,32 +59,50 @@ def begin(*, keep_folder: bool = False) -> None:
             os.environ["VLLM_RPC_BASE_PATH"] = str(_make(SHORT / mark))
 
 
+def add(removal: Callable[[], None]) -> None:
+    """Have `end` call `removal`, which removes files that mean that this process is at work."""
+    _removals.append((os.getpid(), removal))
+
+
+def drop(removal: Callable[[], None]) -> None:
+    """Undo `add`."""
+    with contextlib.suppress(ValueError):
+        _removals.remove((os.getpid(), removal))
+
+
 def end() -> None:
-    """Remove this process's folders of temporary files."""
+    """Remove what is only for this process: what was `add`ed, and its folders of temporary files."""
+    for pid, removal in reversed(_removals):
+        if pid == os.getpid():  # not in a forked child, whose parent is at work
+            with contextlib.suppress(Exception):  # the process has to end
+                removal()
     for folder in _own_folders:
         if folder.name == mark_of(os.getpid()):  # not in a forked child, whose parent still uses its folder
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def socket_folder() -> str:
-    """Return a folder for vLLM's sockets, which it leaves: this process's end or the next command removes it.
+    """Return a folder for vLLM's sockets, which it leaves: VLLM_RPC_BASE_PATH, or the `process_folder`."""
+    return os.environ.get("VLLM_RPC_BASE_PATH") or str(process_folder())
+
+
+def process_folder() -> Path:
+    """Return a folder for files that last as long as this process: its end or the next command removes it.
 
     Where `begin` has been called, that is the folder of temporary files; a caller's own program has none.
     """
-    if name := os.environ.get("VLLM_RPC_BASE_PATH"):
-        return name
     shared = Path(tempfile.gettempdir())
     if OWNED.fullmatch(shared.name):
-        return str(shared)
+        return shared
     mark = mark_of(os.getpid())
     folder = (shared if len(str(shared / mark)) <= LONGEST else SHORT) / mark
     if folder not in _own_folders:
         try:
             _make(folder)
-        except OSError:  # vLLM says so
-            return str(shared)
+        except OSError:  # who writes there says so
+            return shared
         atexit.register(end)
-    return str(folder)
+    return folder
 
 
 def lasting_folder() -> Path:

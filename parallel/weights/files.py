@@ -83,6 +83,11 @@ class CheckpointFolder:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    @property
+    def file_names(self) -> set[str]:
+        """Names of the files that hold the weights, and of their index if it counts."""
+        return {*self._files, *(() if SINGLE in self._files else (INDEX,))}
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 

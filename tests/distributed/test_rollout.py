@@ -1,5 +1,7 @@
 """vLLM alone and as one, two or four replicas of a world of four ranks: the same samples everywhere."""
 
+import shutil
+
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
@@ -35,6 +37,8 @@ def test_rollout(tmp_path):
     write_hf(tmp_path / "tied", "qwen3_tied", seed=3, **sizes)
     write_tokenizer(tmp_path / "b", 150)
     convert_there_and_back(tmp_path / "a", tmp_path / "converted")
+    for stray in ("a/old_model.safetensors", "converted/consolidated.safetensors"):  # vLLM would prefer them
+        shutil.copy(tmp_path / "b/model.safetensors", tmp_path / stray)
     for nproc in (1, 4):
         assert "all rollout checks passed" in run_world(
             "tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=550

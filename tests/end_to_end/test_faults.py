@@ -112,6 +112,11 @@ BAD_SETTINGS = {
         ["--config-path", "../recipes", "--config-name=absent"],
         ["has no recipe 'absent'", "it has dpo_toy_cpu, grpo_70b"],
     ),
+    "another seed on rank 1": (
+        2,
+        ["run.seed=${oc.env:RANK}"],
+        ["run.seed=1 is 0 on rank 0", "start all ranks with the same settings", "(rank 1 on "],
+    ),
     "two at once": (
         1,
         ["run.seed=-1", "algorithm.kl_in=los"],

@@ -81,6 +81,15 @@ def test_a_world_that_ends_while_both_connect_is_lost(ends, left, monkeypatch):
         ended.result()
 
 
+def test_a_world_with_other_settings_is_refused_by_name(ends):
+    _, (training, rollout) = ends
+    training.agree_on({"rollout.top_p": "1.0", "run.seed": "1", "reward.function": '"match"'})
+    rollout.agree_on({"rollout.top_p": "1.0", "run.seed": "1", "reward.function": '"match"'})
+    with pytest.raises(ValueError, match="start both worlds with the same") as refused:
+        rollout.agree_on({"rollout.top_p": "0.9", "run.seed": "1"})
+    assert 'reward.function=unknown is "match" there, rollout.top_p=0.9 is 1.0 there' in str(refused.value)
+
+
 @pytest.mark.parametrize("operation", ["all_sum", "all_max"])
 def test_a_collective_with_a_world_that_has_ended_says_so(ends, operation):
     """torch.distributed's own would raise a ValueError: it does not know the group."""

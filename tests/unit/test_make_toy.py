@@ -104,3 +104,23 @@ def test_rows_follow_the_seed():
     assert demonstration_of(WORDS[:ITEMS], random.Random(3)) == demonstration_of(
         WORDS[:ITEMS], random.Random(3)
     )
+
+
+def test_files_of_others_are_not_overwritten(tmp_path):
+    def written(*options: str) -> str:
+        command = [sys.executable, ROOT / "tools/make_toy.py", tmp_path, *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == (2 if done.stderr else 0)
+        return done.stderr
+
+    (tmp_path / "val.jsonl").write_text('{"prompt": "mine", "answer": "x"}\n')
+    refused = (
+        f"error: {tmp_path}/val.jsonl is not of a toy job and would be overwritten; name another folder\n"
+    )
+    assert written() == refused and [path.name for path in tmp_path.iterdir()] == ["val.jsonl"]
+    (tmp_path / "val.jsonl").unlink()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"hidden_size": 4096}')
+    assert f"{tmp_path}/model/config.json is not of a toy job" in written()
+    (tmp_path / "model/config.json").unlink()
+    assert written() == written("--seed", "3") == ""

@@ -11,7 +11,7 @@ from verl_megatron.manifest import changed_settings
 
 
 def problems(folder: Path, *, source: str = "/models/base", **settings) -> list[str]:
-    return output_problems(RunConfig(output_dir=str(folder), **settings), {"actor": source})
+    return output_problems(RunConfig(output_dir=str(folder), **settings), ["actor"], {"actor.path": source})
 
 
 def test_a_new_folder_and_that_of_an_earlier_run_are_free(tmp_path):
@@ -56,7 +56,8 @@ def test_the_export_spares_the_base_model_and_what_is_no_model(tmp_path):
     (tmp_path / "actor/config.json").write_text("{}")
     assert problems(tmp_path) == []
     assert (
-        "is the folder that the actor is read from" in problems(tmp_path, source=f"{tmp_path}/x/../actor")[0]
+        "actor is actor.path, and the trained actor is written there"
+        in problems(tmp_path, source=f"{tmp_path}/x/../actor")[0]
     )
 
 

@@ -134,6 +134,13 @@ def test_an_error_and_its_place_are_the_end(tmp_path):
     }
 
 
+def test_ctrl_c_in_a_program_is_no_error(tmp_path):
+    with pytest.raises(KeyboardInterrupt), record(config_in(tmp_path), step=3):
+        raise KeyboardInterrupt
+    found = read_starts(tmp_path)[0]["exit"]
+    assert (found["reason"], found["step"]) == ("interrupted", 3) and found["text"].startswith("Ctrl-C; ")
+
+
 def test_what_ends_a_process_without_teardown_is_the_end(tmp_path):
     with record(config_in(tmp_path)):
         endings.tell("stuck", "rank 1 made no progress")
@@ -193,14 +200,14 @@ def test_another_rank_can_say_the_end_while_the_first_holds_the_lock(tmp_path, m
 
 def test_a_recipe_of_the_users_own_is_not_overwritten(tmp_path):
     (tmp_path / "config.yaml").write_text("run:\n  seed: 3\n")
-    (problem,) = output_problems(RunConfig(output_dir=str(tmp_path)), {})
+    (problem,) = output_problems(RunConfig(output_dir=str(tmp_path)), [], {})
     assert "config.yaml is not of a run" in problem and "move it away or name another folder" in problem
     (tmp_path / "config.yaml").unlink()
     config = SFTConfig()
     config.run.output_dir, config.data.train, config.actor.path = str(tmp_path), "a.jsonl", "model"
     with record(config):
         pass
-    assert output_problems(RunConfig(output_dir=str(tmp_path)), {}) == []
+    assert output_problems(RunConfig(output_dir=str(tmp_path)), [], {}) == []
 
 
 def test_git_state_says_what_is_changed(tmp_path):

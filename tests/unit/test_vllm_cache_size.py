@@ -9,8 +9,7 @@ from tests.planned import H200, run_config, run_of
 from verl_megatron.config import RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import samples_at_most
 from verl_megatron.planner.rollout.serving import BLOCK_TOKENS, kv_bytes_per_token, kv_cache_bytes
-from verl_megatron.rollout.vllm import _limited
-from verl_megatron.rollout.vllm_cache import no_larger_than_needed
+from verl_megatron.rollout.vllm_cache import limited, no_larger_than_needed
 
 abstract = pytest.importorskip("vllm.v1.executor.abstract")
 GIB = 1 << 30
@@ -113,4 +112,4 @@ def test_the_cache_is_never_larger_than_the_memory():
     [(256, None, 256), (256, 48, 64), (256, 64, 64), (256, 1, 1), (256, 300, 256), (100, 90, 100)],
 )
 def test_an_engine_captures_graphs_for_few_numbers_of_samples(setting, samples, most):
-    assert _limited(RolloutConfig(max_num_seqs=setting), samples=samples).max_num_seqs == most
+    assert limited(RolloutConfig(max_num_seqs=setting), samples=samples).max_num_seqs == most

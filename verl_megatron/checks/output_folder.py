@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from parallel.runtime.refusal import short_repr
@@ -19,11 +19,12 @@ _FILES = (
 _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 
 
-def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
+def output_problems(run: RunConfig, exported: Collection[str], read: Mapping[str, str]) -> list[str]:
     """Return why `run.output_dir` cannot be written, or its conflicts with what a run writes there.
 
     Args:
-        exported: source folder of the weights of each trainable role, by role.
+        exported: the trainable roles.
+        read: folders of models by setting, such as `actor.path`; some may be empty.
     """
     folder, problems = Path(run.output_dir), []
     if reason := why_no_folder(run.output_dir):
@@ -45,7 +46,7 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
             rows = (folder / written).glob("step_*.jsonl")
             problems += [_kind_problem(path, is_folder=False) for path in rows]
         if run.export and not any(problems):
-            problems += [_export_problem(folder / role, source) for role, source in exported.items()]
+            problems += [_export_problem(folder / role, read) for role in exported]
     except OSError as error:
         problems.append(
             f"run.output_dir={run.output_dir!r} cannot be read ({error}); "
@@ -107,13 +108,13 @@ def _settings_problem(path: Path) -> str | None:
     )
 
 
-def _export_problem(path: Path, source: str) -> str | None:
-    """Return why no model can be exported to `path`: it is the source, or has other content."""
-    if source and path.exists() and path.resolve() == Path(source).resolve():
+def _export_problem(path: Path, read: Mapping[str, str]) -> str | None:
+    """Return why no model can be exported to `path`: a model is read from it, or it has other content."""
+    sources = [name for name, source in read.items() if source and path.resolve() == Path(source).resolve()]
+    if sources and path.exists():
         return (
-            f"run.output_dir: {path} is the folder that the {path.name} is read from, "
-            "and the trained one is written there;"
-            " name another folder, or set run.export=false"
+            f"run.output_dir: {path} is {sources[0]}, and the trained {path.name} is written there; "
+            "name another folder, or set run.export=false"
         )
     names = os.listdir(path) if path.is_dir() else []
     if names and "config.json" not in names and not any(map(_WEIGHTS.fullmatch, names)):

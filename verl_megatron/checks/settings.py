@@ -61,7 +61,8 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         problems += critic.problems
         layouts["critic"] = critic.layout
     written = ("actor", "critic") if "critic" in needs else ("actor",)
-    problems += output_problems(config.run, {role: getattr(config, role).path for role in written})
+    read = {f"{name}.path": getattr(config, name).path for name in ("actor", "critic", "reward", "teacher")}
+    problems += output_problems(config.run, written, read)
     problems += _check_reward(config)
     problems += scorer_problems(config, actor, world_size)
     problems += check_rollout(config, actor.arch, world_size)
@@ -78,7 +79,7 @@ def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> lis
     trained = models_of(config)[0]
     model = _check_first(trained, config.engine, world_size)
     problems += model.problems
-    problems += output_problems(config.run, {trained.name: trained.model.path})
+    problems += output_problems(config.run, [trained.name], {f"{trained.section}.path": trained.model.path})
     if config.engine.shared_prompts:
         problems.append(
             "engine.shared_prompts=true belongs to runs that generate several samples of a prompt; leave it "

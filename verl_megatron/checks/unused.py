@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms import ALGORITHMS, needs_logprobs
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.algorithms.proximal import is_recomputed
@@ -14,7 +14,7 @@ from verl_megatron.checks.limits import value_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
-from verl_megatron.model_specs import is_separate, names_apart, serving_worlds
+from verl_megatron.model_specs import is_separate, models_of, names_apart, serving_worlds
 from verl_megatron.rewards.plan import functions_of
 
 # Settings that one of the built-in rewards reads.
@@ -44,8 +44,8 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
     if config.algorithm.name not in ALGORITHMS:
         return []  # reported by its choices
     switches = replace(config.algorithm, correction=correction_of(config))
-    found = [_of_algorithm(config, needs), _of_switches(switches), _of_other_sections(config)]
-    return _problems(config, chain(*found, _of_placement(config)))
+    found = [_of_algorithm(config, needs), _of_switches(switches), _of_log_probs(config)]
+    return _problems(config, chain(*found, _of_other_sections(config), _of_placement(config)))
 
 
 def unused_without_training(config: TrainerConfig) -> list[str]:
@@ -136,23 +136,42 @@ def _of_switches(algorithm: AlgorithmConfig) -> Iterator[Unused]:
             because="with algorithm.dynamic_sampling=false",
             remedy="set dynamic_sampling=true",
         )
-    if not is_recomputed(algorithm):
-        yield Unused(
-            names=("algorithm.reuse_logprobs",),
-            because=f"with algorithm.old_logprobs={algorithm.old_logprobs}",
-            remedy="set old_logprobs=recompute",
-        )
-    elif not algorithm.reuse_logprobs:
-        yield Unused(
-            names=("algorithm.check_logprobs_interval",),
-            because="with algorithm.reuse_logprobs=false",
-            remedy="set reuse_logprobs=true",
-        )
     if algorithm.epochs * algorithm.num_mini_batches == 1:
         yield Unused(
             names=("algorithm.target_kl",),
             because="with one optimizer step an iteration, after which none is left to skip",
             remedy="raise num_mini_batches or epochs",
+        )
+
+
+def _of_log_probs(config: TrainerConfig) -> Iterator[Unused]:
+    """Yield settings of reused log-probs in runs that always compute them in a pass of their own."""
+    algorithm = config.algorithm
+    reuse, check = "algorithm.reuse_logprobs", "algorithm.check_logprobs_interval"
+    if not is_recomputed(algorithm):
+        yield Unused(
+            names=(reuse,),
+            because=f"with algorithm.old_logprobs={algorithm.old_logprobs}",
+            remedy="set old_logprobs=recompute",
+        )
+    elif config.critic.share_trunk:
+        yield Unused(
+            names=(reuse, check),
+            because="with critic.share_trunk=true, whose values come from the pass of the log-probs",
+            remedy="set share_trunk=false",
+        )
+    elif needs_logprobs(algorithm, [spec.name for spec in models_of(config)]):
+        yield Unused(
+            names=(reuse, check),
+            because=f"where advantages need the log-probs: with algorithm.name={algorithm.name}, "
+            f"algorithm.kl_in={algorithm.kl_in} and teacher.path={short_repr(config.teacher.path)}",
+            remedy="use kl_in=loss, an algorithm without log-probs in its advantages, and no teacher",
+        )
+    elif not algorithm.reuse_logprobs:
+        yield Unused(
+            names=(check,),
+            because="with algorithm.reuse_logprobs=false",
+            remedy="set reuse_logprobs=true",
         )
 
 

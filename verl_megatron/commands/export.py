@@ -15,7 +15,7 @@ from verl_megatron.launch.options import Options, whole_number
 if TYPE_CHECKING:
     import torch
 
-EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bfloat16")
+EXAMPLES = ("outputs/mine", "outputs/mine --step 20 --out exported --dtype bfloat16")
 MEMORY_BYTES, FILE_BYTES = 4 << 30, 4 << 30
 
 

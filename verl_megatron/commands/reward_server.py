@@ -24,11 +24,11 @@ def run(arguments: list[str]) -> int:
         ValueError: no such model, or an address that cannot be listened at.
     """
     given = _parser().parse_args(arguments)
-    from parallel.weights.remote.models import is_remote, local_folder
+    from parallel.weights.remote.models import local_folder
     from verl_megatron.rewards.serving import ScoreServer
     from verl_megatron.rollout.vllm_pooling import PoolingScorer, check_folder
 
-    folder = local_folder(given.model) if is_remote(given.model) else given.model
+    folder = local_folder(given.model, whole=True)
     check_folder(folder, max_tokens=given.max_tokens)
     try:
         server = ScoreServer(given.host, given.port)

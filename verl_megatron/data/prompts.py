@@ -86,11 +86,12 @@ class PromptDataset(RowReader):
 
     def cursor(self, *, seed: int) -> PromptCursor:
         """Return a cursor over these prompts, at their beginning."""
-        order: dict[str, Any] = {"seed": seed, "shuffle": self._config.shuffle, "data": self.digest}
-        if self.source_index is not None:
-            given = [weight for weight, _ in self.shares]
-            return CurriculumCursor(self.source_index, given, **order)
-        return PromptCursor(num_prompts=len(self), shares=self.shares, **order)
+        if self.source_index is None:
+            return super().cursor(seed=seed)
+        given = [weight for weight, _ in self.shares]
+        return CurriculumCursor(
+            self.source_index, given, seed=seed, shuffle=self._config.shuffle, data=self.digest
+        )
 
     def _parse(self, row: dict) -> Parsed:
         return self._begin([row])()[0]

@@ -19,6 +19,7 @@ from verl_megatron.data.columns import Columns
 from verl_megatron.data.formats.item_store import Handle, ItemStore
 from verl_megatron.data.formats.json_lines import name_of
 from verl_megatron.data.formats.sources import JSON, DataFile, find_files, parts_of
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.order.mixture import Share, places_of
 from verl_megatron.data.tokenizer import Tokenizer
 
@@ -135,6 +136,16 @@ class RowReader(Sequence):
             for note in file.notes:
                 named.setdefault(note, []).append(file.path)
         return [f"{paths[0]}{' and others' * (len(paths) > 1)}: {note}" for note, paths in named.items()]
+
+    def cursor(self, *, seed: int) -> PromptCursor:
+        """Return a cursor over these rows, at their beginning."""
+        return PromptCursor(
+            num_prompts=len(self),
+            seed=seed,
+            shuffle=self._config.shuffle,
+            shares=self.shares,
+            data=self.digest,
+        )
 
     def _shares(self) -> list[Share]:
         """Return the weights of the named paths with the items of each; empty without weights."""

@@ -26,6 +26,7 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 WORDS = [
     "apple",
@@ -48,7 +49,8 @@ WORDS = [
 ITEMS = 6
 CORRECT_SHARE = 0.3  # of the demonstrations
 ROWS = {"sft": 12_000, "train": 6_000, "val": 512, "pairs": 6_000, "val_pairs": 256}
-VOCAB_SIZE = 384  # 3 special tokens, 256 bytes, letters and their merges up to whole words
+SHAPE: dict[str, Any] = {"vocab_size": 384, "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 4}
+VOCAB_SIZE: int = SHAPE["vocab_size"]  # 3 special tokens, 256 bytes, letters and their merges up to whole words
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if "
@@ -159,10 +161,7 @@ def write_model(folder: Path, *, seed: int) -> None:
     from transformers.utils import logging
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=640,
-        num_hidden_layers=4,
+        **SHAPE,
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -182,7 +181,13 @@ def write_model(folder: Path, *, seed: int) -> None:
 
 
 def make_toy(out: Path, *, seed: int = 1) -> None:
-    """Write the whole job to `out`."""
+    """Write the whole job to `out`, over an earlier one.
+
+    Raises:
+        ValueError: files there are not of a toy job, and would be overwritten.
+    """
+    if others := [path for path in _overwritten(out) if not _is_toy(path)]:
+        raise ValueError(f"{others[0]} is not of a toy job and would be overwritten; name another folder")
     folder = out / "model"
     folder.mkdir(parents=True, exist_ok=True)
     rows = make_rows(seed)
@@ -190,6 +195,28 @@ def make_toy(out: Path, *, seed: int = 1) -> None:
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in rows["sft"]])
     write_model(folder, seed=seed)
+
+
+def _overwritten(out: Path) -> list[Path]:
+    """Return what exists of the job's files and is not empty; of a model its config.json or its weights."""
+    files = [out / f"{name}.jsonl" for name in ROWS] + [out / "model/config.json"]
+    if not files[-1].exists():
+        files += sorted((out / "model").glob("*.safetensors"))
+    return [path for path in files if path.exists() and not (path.is_file() and path.stat().st_size == 0)]
+
+
+def _is_toy(path: Path) -> bool:
+    """Whether a file is one that a toy job has, with any seed."""
+    try:
+        with path.open() as file:
+            first = json.loads(file.read() if path.suffix == ".json" else file.readline())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(first, dict):
+        return False
+    if path.name == "config.json":
+        return {name: first.get(name) for name in SHAPE} == SHAPE
+    return str(first.get("prompt", "")).startswith("sort ")
 
 
 def seed_of(text: str) -> int:
@@ -211,9 +238,10 @@ def main() -> None:
     try:
         make_toy(arguments.out, seed=arguments.seed)
     except OSError as error:
-        parser.exit(
-            2, f"error: {arguments.out} cannot be written ({error.strerror}); name a folder that can\n"
-        )
+        reason = error.strerror or error
+        parser.exit(2, f"error: {arguments.out} cannot be written ({reason}); name a folder that can\n")
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
     print(f"toy model and data are in {arguments.out}")
 
 

@@ -243,20 +243,33 @@ def check_output(
     Raises:
         ValueError: names the option.
     """
-    path = Path(path)
+    path, reason = Path(path), ""
     try:
         mode = path.stat().st_mode
         is_stream = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
         can_be = (stat.S_ISREG(mode) or (is_stream and not is_replaced)) and os.access(path, os.W_OK)
     except FileNotFoundError:
         can_be = os.access(path.parent, os.W_OK | os.X_OK)
-    except (OSError, ValueError):  # a circle of links, too long a name, a null byte
-        can_be = False
+    except (OSError, ValueError) as error:  # a circle of links, too long a name, a null byte
+        can_be, reason = False, getattr(error, "strerror", None) or str(error)
+    if reason:
+        raise ValueError(f"{option} {path} cannot be written ({reason}): name another file")
     if not can_be:
         raise ValueError(f"{option} {path} cannot be written: name a file in a folder that exists")
-    real = os.path.realpath(path)
     for given in filter(os.path.exists, inputs):
-        read = os.path.realpath(given)
-        if real == read or (os.path.exists(real) and real.startswith(os.path.join(read, ""))):
-            where = "is" if real == read else "is a file of"
+        is_same = path.exists() and os.path.samefile(path, given)
+        if is_same or _is_in(path, given):
+            where = "is" if is_same else "is a file of"
             raise ValueError(f"{option} {path} {where} {given}, which is read; name a file elsewhere")
+
+
+def _is_in(path: Path, folder: str | Path) -> bool:
+    """Whether a file exists in a folder or below it, under this name or, as a hard link, under another."""
+    if not path.exists() or not os.path.isdir(folder):
+        return False
+    if os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), "")):
+        return True
+    if path.stat().st_nlink == 1:
+        return False
+    inside = (file for file in Path(folder).rglob("*") if file.exists())
+    return any(map(path.samefile, inside))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallel import device, gate
-from parallel.rank_set import agree, world
+from parallel.rank_set import RankSet, agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
@@ -20,13 +20,19 @@ from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
-from verl_megatron.checks.ranks import not_started
+from verl_megatron.checks.ranks import (
+    agreed_settings,
+    different_data,
+    different_settings,
+    not_started,
+)
 from verl_megatron.checks.remote import different_versions, fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.arrivals import Arrivals
+from verl_megatron.lifecycle.earlier_results import put_aside
 from verl_megatron.lifecycle.progress import Progress
-from verl_megatron.lifecycle.record import RunRecord
+from verl_megatron.lifecycle.record import RunRecord, readable_starts
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
@@ -86,12 +92,16 @@ class BaseTrainer:
         machine: Machine | None = machine_here()
         world_size = self.world.size
         agree(lambda: refuse(not_started(config, world_size=world_size)), self.world)
+        agree_on_settings(config, self.world)
         fetched = agree(lambda: fetch_models(config), self.world)
         everywhere = self.world.all_gather_object(fetched)
         agree(lambda: refuse(different_versions(everywhere)), self.world)
         for model in fetched:
             self.say(str(model))
         agree(partial(self._inspect, inspect, machine), self.world)
+        rows = {f"data.{name}": (data.digest, len(data)) for name, data in self.inputs.data.items()}
+        first = self.world.broadcast_object(rows)
+        agree(lambda: refuse(different_data(first, rows)), self.world)
 
     def check_weights(self, *dtypes: torch.dtype) -> None:
         """Refuse weights that are not finite in one of `dtypes`, and say how long the start has taken."""
@@ -144,6 +154,7 @@ class BaseTrainer:
                 with self.watchdog.operation("resume", timeout_s=SLOW_S):
                     self.resume()
                 self.record.resumed(self.state.step)
+                self._put_earlier_aside()
                 found = self.loop()
             except BaseException:
                 self.close(failed=True)
@@ -180,6 +191,20 @@ class BaseTrainer:
     def resume(self) -> None:
         """Resume from an earlier checkpoint, as `run.resume` says; see `Progress.resume`."""
         self.state.resume()
+
+    def _put_earlier_aside(self) -> None:
+        """Move the results of an earlier run out of the way of one that begins."""
+        if self.state.step or self.state.has_checkpoint:
+            return
+
+        def put() -> None:
+            with writing_to(self.output_dir):
+                aside = put_aside(self.config, readable_starts(self.output_dir)) if self.is_first else None
+            if aside is not None:
+                self.record.put_aside(aside.name)
+                self.say(f"results of an earlier run are now in {aside}; remove what is not wanted")
+
+        agree(put, self.world)
 
     def close(self, *, failed: bool = False) -> None:
         """Free what `build` has started.
@@ -277,6 +302,17 @@ class BaseTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             self.state.finish()
         return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
+
+
+def agree_on_settings(config: Any, ranks: RankSet) -> None:
+    """Refuse ranks that were started with other settings than the first one. Collective.
+
+    Raises:
+        RefusalError: names the settings.
+    """
+    here = agreed_settings(config)
+    first = ranks.broadcast_object(here)
+    agree(lambda: refuse(different_settings(first, here)), ranks)
 
 
 def node_of(rank: int) -> int:

@@ -83,7 +83,9 @@ class RunRecord:
         endings.leave(self._end)
         if self._git is not None:
             self._git.join(timeout=2 * GIT_S)
-        if error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            self._end(*endings.INTERRUPTED)
+        elif error is not None:
             self._end("error", f"{type(error).__name__}: {error}", **endings.place_of(error))
         elif self.world.is_first:
             reason = "stopped" if self.stopped else "done"
@@ -93,6 +95,10 @@ class RunRecord:
         """Record the iteration that the start goes on from."""
         if self.world.is_first:
             self._change(lambda start: start.update(resumed_from=step or None))
+
+    def put_aside(self, folder: str) -> None:
+        """Record where in the output folder the results of an earlier run are now."""
+        self._change(lambda start: start.update(put_aside=folder))
 
     # ---- entries -------------------------------------------------------------------------------------------
 
@@ -127,6 +133,7 @@ class RunRecord:
             "output_dir": str(self.folder.absolute()),
             "iterations": self.config.run.iterations,
             "resumed_from": None,
+            "put_aside": None,
             "world_size": size,
             "layouts": {spec.name: str(layout_of(spec.model, size)) for spec in models_of(self.config)},
             "hosts": hosts,

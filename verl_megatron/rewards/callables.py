@@ -1,6 +1,7 @@
 """A reward function given as a Python object: lambdas, functions of notebooks, partial calls."""
 
 import hashlib
+import io
 import os
 import textwrap
 from collections.abc import Callable, Mapping
@@ -57,6 +58,26 @@ def _item(item: Any, folder: str | os.PathLike[str]) -> Any:
     return _stored(item, folder, name if name.isidentifier() and not iskeyword(name) else "score")
 
 
+def _digest(value: Any) -> str:
+    """Return a digest of what cloudpickle stores of a value, the same in every process.
+
+    The order of a set's elements and the ids of classes, which differ between processes, are left out.
+    """
+    from cloudpickle import cloudpickle
+
+    class_ids = getattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            if type(obj) in (set, frozenset):
+                return type(obj).__name__, *sorted(map(_digest, obj))
+            return "class" if type(obj) is str and obj in class_ids else None
+
+    content = io.BytesIO()
+    Pickler(content).dump(value)
+    return hashlib.sha256(content.getvalue()).hexdigest()
+
+
 def _stored(function: Callable[..., Any], folder: str | os.PathLike[str], name: str) -> str:
     """Write a callable into a file; return `file.py:name`."""
     import cloudpickle
@@ -70,7 +91,7 @@ def _stored(function: Callable[..., Any], folder: str | os.PathLike[str], name: 
             f"({type(error).__name__}: {short_repr(str(error))}); write it into a file of its own "
             "and give reward_function='path.py:name'"
         ) from None
-    digest = hashlib.sha256(content).hexdigest()[:12]
+    digest = _digest(function)[:12]
     prefix = "" if name == "score" else f"{name}_"
     path = Path(folder) / f"reward_function_{prefix}{digest}.py"
     lines = [content[start : start + 80] for start in range(0, len(content), 80)]

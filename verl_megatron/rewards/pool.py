@@ -34,6 +34,7 @@ from verl_megatron.rewards.worker import (
 )
 
 START_TIMEOUT_S = 600.0  # the workers of all ranks of a host import it at once
+SHOWN_S = 5.0  # after which those who wait are told of failures
 OUTPUT_BYTES = 1 << 16  # printed per worker; replacements of a worker may print less
 
 REMEDIES = {
@@ -156,11 +157,6 @@ class RewardPool:
     def __exit__(self, *_) -> None:
         self.close()
 
-    @property
-    def latency_ms(self) -> float:
-        """Mean time of a sample's calls, ms, over the samples of the last `results()`."""
-        return self.total_ms / max(self.calls, 1)
-
     def submit(
         self,
         sample_id: int,
@@ -205,16 +201,18 @@ class RewardPool:
     ) -> dict[int, Reward]:
         """Return rewards by sample_id of these samples, or of all submitted and not yet returned.
 
-        Calls `progress` after each of them.
+        Calls `progress` after each of them. Failures are shown at once if this takes longer than SHOWN_S.
         """
         wanted = list(self._pending) if sample_ids is None else sample_ids
         pending = {sample_id: self._pending.pop(sample_id) for sample_id in wanted}
         self.failures, self.failed, self.total_ms, self.calls = Counter(), 0, 0.0, len(pending)
         self.first_failure, self.metric_names = None, set()
-        rewards = {}
+        rewards, begin = {}, time.monotonic()
         for sample_id, sample in pending.items():
             rewards[sample_id] = self._collect(sample_id, sample)
             progress()
+            if time.monotonic() > begin + SHOWN_S:
+                self.show_new_failures()
         return rewards
 
     def _collect(self, sample_id: int, sample: _Pending) -> Reward:

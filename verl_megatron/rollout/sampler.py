@@ -298,7 +298,7 @@ def rewards_of(results: Sequence[Reward], sums: Sums) -> Tensor:
         sums.add(REWARD_FAILED, float(result.failure is not None), 1)
         for name, value in result.metrics.items():
             sums.add(own_metric(name), value, 1)
-    return torch.tensor([result.score for result in results])
+    return torch.tensor([result.score for result in results], dtype=torch.float32)
 
 
 class Numbers:
@@ -351,7 +351,8 @@ def batch_of(
     batch.group_id = torch.tensor(groups, dtype=torch.int64)
     if draw.table:
         of_sample = {request.sample_id: request.sampling.trained_temperature for request in requests}
-        batch.temperature = torch.tensor([of_sample[sample.sample_id] for sample in samples])
+        temperatures = [of_sample[sample.sample_id] for sample in samples]
+        batch.temperature = torch.tensor(temperatures, dtype=torch.float32)
     batch.policy_version = torch.full_like(batch.sample_id, policy_version)
     batch.is_cut = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)
     return batch

@@ -22,10 +22,11 @@ from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, no_larger_than_needed
+from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, limited, no_larger_than_needed
 from verl_megatron.rollout.vllm_decoding import drafts
 from verl_megatron.rollout.vllm_decoding.bookkeeping import Bookkeeping
 from verl_megatron.rollout.vllm_decoding.requests import sampling_params
+from verl_megatron.rollout.vllm_folder import ModelView
 from verl_megatron.rollout.vllm_process import (
     check_ranks,
     engine_environment,
@@ -99,7 +100,7 @@ class VLLMActor:
         self.model_name = local_folder(str(model_name), whole=not dummy)
         self.tp, self.seed = tensor_parallel_size, seed
         colocation = colocation or Colocation()
-        self.config = _limited(config or RolloutConfig(), samples=colocation.samples)
+        self.config = limited(config or RolloutConfig(), samples=colocation.samples)
         self._in_world = bool(os.environ.get("RANK"))
         self._in_world |= dist.is_initialized() and not VLLMActor._groups_are_ours
         if self._in_world and not dist.is_initialized():
@@ -122,10 +123,9 @@ class VLLMActor:
         self._running: dict[int, Request] = {}
         self._tokenizer = None
         self._llm: Any = None  # while it starts, and once it is closed
-        options: dict[str, Any] = dict(
-            max_model_len=max_model_len,
-            dtype=resolve_dtype(self.config.dtype),
-            load_format="auto" if colocation.shared_weights is None else "dummy",
+        self._view = ModelView(self.model_name, weights=not dummy)
+        options = self._view.options | dict(
+            max_model_len=max_model_len, dtype=resolve_dtype(self.config.dtype)
         )
         with self._guarded():
             try:
@@ -181,9 +181,9 @@ class VLLMActor:
             is_fp8 = config.weight_dtype == "fp8"
             weights = loading.packing() if is_fp8 else loading.sharing(shared_weights)
         samples = min(colocation.samples or config.max_num_seqs, config.max_num_seqs)
-        with starting(), groups, weights, no_larger_than_needed(samples, adaptive=config.dynamic_batching):
+        cache = no_larger_than_needed(samples, adaptive=config.dynamic_batching)
+        with starting(), self._view.starting(), groups, weights, cache:
             llm = LLM(
-                model=self.model_name,
                 kv_cache_dtype=config.kv_cache_dtype,
                 skip_tokenizer_init=not self.has_tokenizer,
                 max_num_seqs=config.max_num_seqs,
@@ -367,6 +367,7 @@ class VLLMActor:
         with self._guarded():
             self._llm.llm_engine.model_executor.shutdown()
             self._llm = self.tp_group = None
+            self._view.remove()
             VLLMActor._open -= 1
             if not VLLMActor._open:
                 release_groups(ours=VLLMActor._groups_are_ours)
@@ -384,15 +385,6 @@ class VLLMActor:
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
                 yield
-
-
-def _limited(config: RolloutConfig, *, samples: int | None) -> RolloutConfig:
-    """Return the settings for at most the next power of two of `samples`.
-
-    vLLM compiles the model anew for another number of CUDA graphs, which follows from `max_num_seqs`.
-    """
-    most = 2 ** ((samples or config.max_num_seqs) - 1).bit_length()
-    return replace(config, max_num_seqs=min(most, config.max_num_seqs))
 
 
 def _parameters(llm) -> dict[str, Tensor]:

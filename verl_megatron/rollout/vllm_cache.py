@@ -2,12 +2,23 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.admission import LOW, CacheReading, KVCache
 from verl_megatron.rollout.vllm_decoding.drafts import read_drafts
 from verl_megatron.rollout.vllm_decoding.requests import internal_id
+
+
+def limited(config: RolloutConfig, *, samples: int | None) -> RolloutConfig:
+    """Return the settings for at most the next power of two of `samples`.
+
+    vLLM compiles the model anew for another number of CUDA graphs, which follows from `max_num_seqs`.
+    """
+    most = 2 ** ((samples or config.max_num_seqs) - 1).bit_length()
+    return replace(config, max_num_seqs=min(most, config.max_num_seqs))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
 from verl_megatron.data.tokenizer import load_tokenizer
 from verl_megatron.rollout import vllm_cpu
+from verl_megatron.rollout.vllm_folder import ModelView
 from verl_megatron.rollout.vllm_process import ENVIRONMENT, resolve_dtype, starting
 
 _CPU_CACHE_MIB = 256
@@ -27,7 +28,7 @@ class PoolingScorer:
         gpu_memory_utilization: share of the GPU's memory that vLLM takes.
 
     Raises:
-        ValueError: the folder has no such model or no tokenizer.
+        ValueError: the folder has no such model, no tokenizer, or weights that are missing or broken.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PoolingScorer:
         self._tokenizer = load_tokenizer(folder)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        view = ModelView(folder, weights=True)
         options: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
         with starting():
             from vllm import LLM, PoolingParams
@@ -49,14 +51,15 @@ class PoolingScorer:
             if not device.is_gpu():
                 vllm_cpu.prepare()
                 options = vllm_cpu.engine_options(kv_cache_mib=_CPU_CACHE_MIB, max_model_len=max_tokens)
-            self._llm: Any = LLM(
-                model=folder,
-                runner="pooling",
-                dtype=resolve_dtype(dtype),  # pyright: ignore[reportArgumentType]  # one of its names
-                max_model_len=max_tokens,
-                use_tqdm_on_load=False,
-                **options,
-            )
+            with view.starting():
+                self._llm: Any = LLM(
+                    runner="pooling",
+                    dtype=resolve_dtype(dtype),  # pyright: ignore[reportArgumentType]  # one of its names
+                    max_model_len=max_tokens,
+                    use_tqdm_on_load=False,
+                    **view.options,
+                    **options,
+                )
         self._params = PoolingParams(use_activation=False)
         self.max_tokens: int = self._llm.llm_engine.model_config.max_model_len
 

@@ -45,6 +45,7 @@ class Fleet(Roster[RolloutLink]):
             config=config,
             world=self.world,
             store=meeting.store,
+            settings=meeting.settings,
             source=source,
             dtype=dtype,
             wait=self.work,

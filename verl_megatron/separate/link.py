@@ -4,7 +4,7 @@ import gc
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -49,6 +49,7 @@ class TrainingEnd:
     config: TrainerConfig
     world: RankSet  # all training ranks
     store: SealedStore  # of the bridges
+    settings: Mapping[str, str]  # that the other worlds must have, too
     source: WeightSource  # the trained model's weights
     dtype: torch.dtype  # of vLLM's weights
     wait: Callable[[], None]  # called again and again while this rank waits for another world
@@ -80,6 +81,7 @@ class RolloutLink:
             wait=end.wait,
         )
         with self.bridge.abandoned_if_lost():
+            self.bridge.agree_on(end.settings)
             if self.bridge.rank == 0:
                 shards = SourceShards(shards=dict(source.shards), source_dtype=str(source.dtype))
                 self.bridge.put(SHARDS, pickle.dumps(shards))

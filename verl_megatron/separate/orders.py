@@ -126,7 +126,7 @@ class GroupSamples:
     rewards_B: Tensor | None  # float32; None without a reward function
     sums: dict[str, dict]  # state of `Sums`: metrics of the rewards
     failed: int  # samples that no function gave a score
-    complaint: str  # about them
+    complaint: str  # about them, or about too many metrics
 
     @property
     def num_samples(self) -> int:

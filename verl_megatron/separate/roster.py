@@ -21,6 +21,8 @@ from parallel.bridge import (
 from parallel.pulse import Listener, Pulse
 from parallel.rank_set import RankSet
 from parallel.sealed_store import JOIN_S, open_store
+from verl_megatron.checks.ranks import agreed_by_worlds
+from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ServingWorld
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served
@@ -32,22 +34,24 @@ class Meeting:
     Until `close`, each training rank gives signs of life there.
 
     Args:
+        config: has the settings that the other worlds must have, too, and `run.stall_timeout_s`, the patience
+            with a world that shows no sign of life; 0: any number of seconds.
         world: all training ranks.
         beat: tells the watchdog that this rank is at work.
-        patience_s: with a world that shows no sign of life; 0: any number of seconds.
 
     Raises:
         ValueError: the environment names no store.
     """
 
-    def __init__(self, world: RankSet, beat: Callable[[], None], *, patience_s: float):
-        self.world, self.patience_s, self._beat = world, patience_s, beat
+    def __init__(self, config: TrainerConfig, world: RankSet, beat: Callable[[], None]):
+        self.world, self.patience_s, self._beat = world, config.run.stall_timeout_s, beat
+        self.settings = agreed_by_worlds(config)
         self.store = open_store(world, serves=True, wait=beat)
         self.chores: list[Callable[[], None]] = []  # done by `work`; they do not wait for other ranks
         self._is_at_chores = False
         self._signs = self.store.part(SIGNS)
         if world.is_first:
-            self._signs.put(PATIENCE, f"{world.size} {patience_s}")
+            self._signs.put(PATIENCE, f"{world.size} {self.patience_s}")
         self._pulse = Pulse(self._signs, world.rank)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from parallel.rank_set import RankSet
 from parallel.reshard.versions import VersionedReshard
 from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
+from verl_megatron.checks.ranks import agreed_by_worlds
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import Prompt, TrainingPrompts
 from verl_megatron.data.tokenizer import Tokenizer
@@ -103,6 +104,7 @@ def join_training(config: TrainerConfig, own: RankSet, served_by: ServingWorld, 
         wait=replica.beat,
     )
     with bridge.abandoned_if_lost():
+        bridge.agree_on(agreed_by_worlds(config))
         return _exchange_over(bridge, config, own, served_by, replica)
 
 

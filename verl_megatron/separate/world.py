@@ -18,7 +18,7 @@ from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.shared import OncePerHost
-from verl_megatron.lifecycle.base_trainer import SLOW_S, node_of
+from verl_megatron.lifecycle.base_trainer import SLOW_S, agree_on_settings, node_of
 from verl_megatron.model_specs import ServingWorld, find_world, named_devices, num_training_ranks
 from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run
@@ -41,6 +41,7 @@ class ServingRanks(ABC, Generic[Parts]):
         check_versions(vllm=vllm)
         device.initialize()
         self.config, self.role, self.world, self.inputs = config, role, world(), Inputs()
+        agree_on_settings(config, self.world)
         agree(lambda: fetch_models(config), self.world)
         self.own: ServingWorld = agree(self._check, self.world)
         self.activity = ActivityLog(is_kept="timeline" in config.run.track_metrics)

@@ -14,7 +14,6 @@ from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.batches import supervised_arithmetic
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.pairs import Pair, items_per_step
 from verl_megatron.data.prompts import Demonstration
 from verl_megatron.data.sample_table import SampleTable
@@ -63,13 +62,7 @@ class SupervisedTrainer(BaseTrainer):
         self.roles = {spec.name: self._role(spec) for spec in specs}
         self.trained = self.roles[specs[0].name]
         self.frozen = {name: role for name, role in self.roles.items() if role is not self.trained}
-        self.cursor = PromptCursor(
-            num_prompts=len(self.inputs.train),
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            shares=self.inputs.train.shares,
-            data=self.inputs.train.digest,
-        )
+        self.cursor = self.inputs.train.cursor(seed=config.run.seed)
         self.clock = PhaseTimer(device.synchronize_stream, around=self.watchdog.operation)
         trainable = {specs[0].name: self.trained}
         self.state = Progress(config, self.world, trainable=trainable, cursor=self.cursor, say=self.say)

@@ -6,6 +6,7 @@ from verl_megatron.observe.report.record import RunRecord
 from verl_megatron.observe.report.rules import ROLLOUT_WAITS, TRAINING_WAITS, number, percent
 
 ENDS = 10  # iterations at either end whose median is shown
+TRANSFER = "async/weights_transfer_s"
 LOSSES = ("sft/loss", "dpo/loss", "reward_model/loss")
 
 
@@ -69,7 +70,9 @@ def memory(run: RunRecord) -> str:
 
 
 def weight_sync(run: RunRecord) -> str:
-    """Return bytes and time of the usual weight sync."""
+    """Return bytes and time of the usual weight sync; with rollout worlds the time until they have all."""
+    if beside := typical(run, TRANSFER, factor=1e3, unit="ms"):
+        return f"{beside} beside training"
     size = typical(run, "reshard/bytes", factor=2**-20, unit="MiB")
     return f"{size} in {typical(run, 'reshard/ms', factor=1.0, unit='ms')}" if size else ""
 

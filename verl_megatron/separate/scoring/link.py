@@ -76,6 +76,7 @@ class ScoringLink:
             wait=wait,
         )
         with self.bridge.abandoned_if_lost():
+            self.bridge.agree_on(meeting.settings)
             self._parcels = Parcels(self.bridge, "scores")
         self._outbox = Outbox()
         self._tables: dict[str, SampleTable | None] = {}  # by name of the job; None: it is not known yet

@@ -10,6 +10,7 @@ from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.ranks import agreed_by_worlds
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of_world, num_training_ranks
 from verl_megatron.roles.compute import compute_of
@@ -64,10 +65,13 @@ class ScoringWorld(ServingRanks[dict[str, Role]]):
         return True
 
     def _join(self) -> Bridge:
-        return Bridge.join(
+        bridge = Bridge.join(
             self.world,
             open_store(self.world, wait=self._beat),
             self.own.name,
             num_other=num_training_ranks(self.config),
             wait=self._beat,
         )
+        with bridge.abandoned_if_lost():
+            bridge.agree_on(agreed_by_worlds(self.config))
+        return bridge

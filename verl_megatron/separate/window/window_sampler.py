@@ -50,6 +50,7 @@ class WindowSampler(RemoteSampler):
         self._next = 0  # number of the next group to draw
         self._num_collected = 0  # iterations
         self._dropped: list[int] = []  # numbers of groups, since the last collection
+        self._num_dropped = 0  # of them when it ended
         self._table = GroupTable()
         self._before: dict[str, Any] | None = None  # its state before a collection that is not trained on
         self._skipped: set[int] = set()  # numbers that were spent with a checkpoint's collection
@@ -88,6 +89,7 @@ class WindowSampler(RemoteSampler):
         if self._iteration % self._interval == 0:
             self._adapt_lead()
         cursor.load_state_dict(self._ahead.state_dict())
+        self._num_dropped = len(self._dropped)
         self._spent, self._dropped = [*numbers, *self._dropped], []
         self._num_collected, self._before = self._iteration, self._table.state_dict()
         return self._take(numbers, self._draw)
@@ -150,11 +152,12 @@ class WindowSampler(RemoteSampler):
         """Return the rewards of the last collection, [B] float32; 0 without a reward function.
 
         Raises:
-            RefusalError: on every rank, if the function failed on all samples.
+            RefusalError: on every rank, if the function failed on all samples or reports too many metrics.
         """
-        failed = sum(arrival.failed for arrival in self._arrivals)
-        if 0 < failed == sum(arrival.size for arrival in self._arrivals):
-            raise RefusalError(next(arrival.complaint for arrival in self._arrivals if arrival.complaint))
+        every = all(arrival.failed == arrival.size for arrival in self._arrivals)
+        for arrival in self._arrivals:
+            if arrival.complaint and (every or arrival.failed < arrival.size):
+                raise RefusalError(arrival.complaint)
         for _, found in self._received:
             sums.merge(Sums.from_state(found.sums))
         if self._iteration:
@@ -165,6 +168,11 @@ class WindowSampler(RemoteSampler):
     def _add_metrics(self, batch: RolloutBatch, sums: Sums) -> None:
         """Add what was counted since the iteration before, validations included."""
         self._add_staleness(batch, sums)
+        if self._keep_group is not None:
+            taken, dropped = len(self._arrivals), self._num_dropped
+            sums.add("rollout/groups_sampled", taken + dropped, 1)
+            without = dropped + sum(not arrival.is_kept for arrival in self._arrivals)
+            sums.add("rollout/groups_without_variance", without, 1)
         sums.merge(self._load)
         replicas = sum(len(self._own_replicas(place)) for place in self._fleet.links)
         sums.add("async/rollout_wait_s", self._seconds[0], replicas)
