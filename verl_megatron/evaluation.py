@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime import leftovers, process
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import DataConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class Evaluation:
         from parallel.runtime.refusal import short_repr
         from parallel.weights.architecture import read_architecture
         from verl_megatron.checks.folders import inspect_folders
-        from verl_megatron.checks.limits import check_values
+        from verl_megatron.checks.limits import check_values, value_problems
         from verl_megatron.checks.problems import problem_of
         from verl_megatron.checks.rollout import check_rollout
         from verl_megatron.checks.settings import check_functions
@@ -126,7 +126,8 @@ class Evaluation:
         from verl_megatron.data.formats.sources import has_weights, source_problem
 
         config = self.config()
-        problems = check_values(config) + self._unread()
+        limits = DataConfig.__dataclass_fields__["samples_per_prompt"].metadata
+        problems = value_problems("--samples", self.samples, limits) + check_values(config) + self._unread()
         if self.samples > 1 and not config.data.validation_temperature:
             problems.append(
                 f"--samples {self.samples} of a prompt are identical at data.validation_temperature=0; "
@@ -305,16 +306,19 @@ def preload(arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Run the evaluation that the argument describes; user errors are printed once."""
-    from parallel.runtime.refusal import RefusalError, complain
+    from parallel.runtime.refusal import RefusalError, complain, complain_of_output
 
+    process.watch_stdout(complain_of_output)
     evaluation = Evaluation(**json.loads(sys.argv[1]))
     try:
         found = evaluation.run()
         if found is not None:
             means, rows = found
-            print(described(means), flush=True)
-            if evaluation.out:
-                evaluation.save(rows)
+            try:
+                if evaluation.out:
+                    evaluation.save(rows)
+            finally:
+                print(described(means), flush=True)
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
     process.end(0)

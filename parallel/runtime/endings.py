@@ -7,6 +7,9 @@ from typing import Any
 
 Listener = Callable[[str, str], None]  # takes a reason and a text
 
+# Reason and text of an end by Ctrl-C.
+INTERRUPTED = "interrupted", "Ctrl-C; nothing is saved beyond the newest checkpoint"
+
 _listeners: list[Listener] = []
 _PLACE = "_verl_megatron_place"
 

@@ -27,6 +27,7 @@ from parallel.runtime.forking.client import preparing
 from parallel.runtime.seal import TOKEN, seal, unseal
 
 OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
+RECORDING_S = 1.5  # for ranks to record that they were interrupted
 STATE = "the state of the rendezvous"  # name under which it is sealed
 BACKEND = "listening_where_told"  # name of our rendezvous in torchrun's registry
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -85,7 +86,8 @@ def _begin(arguments: list[str], gate: Gate | None) -> int:
 class _Asked:
     """Signal received by the launcher.
 
-    SIGTERM is forwarded to the ranks, which exit on their own; SIGINT kills them.
+    SIGTERM is forwarded to the ranks, which exit on their own. SIGINT lets them record it, and kills them
+    after RECORDING_S; a second one kills them at once.
     """
 
     by: signal.Signals | None = None
@@ -112,20 +114,21 @@ class _Asked:
 
     @classmethod
     def _take(cls, number: int, frame: object) -> None:
-        ranks = process.ranks()
-        if number == signal.SIGINT:
-            if cls.by != signal.SIGINT:
-                process.say_interrupted()
-            for rank in ranks:
-                _signal_group(rank, signal.SIGKILL)
+        ranks, before = process.ranks(), cls.by
+        cls.by = signal.Signals(number)
         for rank in ranks if number == signal.SIGTERM else []:
             # not to its process group: the rank decides when its child processes end
             os.kill(rank, signal.SIGTERM)
-        if cls.by is None:
+        if before is None:
             threading.Thread(target=_end_without_others, daemon=True).start()
-        cls.by = signal.Signals(number)
         if cls.gate is not None:
             cls.gate.end()
+        if number == signal.SIGINT:
+            if before != signal.SIGINT:
+                process.say_interrupted()
+                process.interrupt(ranks, within_s=RECORDING_S)  # another signal is taken meanwhile
+            for rank in ranks:
+                _signal_group(rank, signal.SIGKILL)
         if number == signal.SIGINT or not ranks:
             raise Ended
 

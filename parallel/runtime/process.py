@@ -6,19 +6,23 @@ Needs only the standard library.
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from parallel.runtime import endings, leftovers
 
 INTERRUPTED = 128 + signal.SIGINT  # a shell's status for a process ended by Ctrl-C
+# From the launcher on Ctrl-C. It ends a rank that does not handle it yet without a word; SIGINT would end it
+# with a traceback.
+INTERRUPT = signal.SIGUSR1
 LAUNCHER = (
     # environment variable: process id of parallel.runtime.launch, which reports for its ranks
     "VERL_MEGATRON_LAUNCHER"
@@ -36,10 +40,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def begin() -> None:
     """End with the process that started this rank, handle Ctrl-C, and mark names in shared folders.
 
+    Standard streams that are closed are opened.
+
     Called once, in the main thread. Garbage collection is off from here on, because imports make many
     permanent objects; what runs turns it on again.
     """
     gc.disable()
+    open_streams()
     keep_exit_statuses()
     end_with_launcher()
     _take_interrupts()
@@ -106,6 +113,14 @@ def await_end(pids: Iterable[int], *, within_s: float) -> None:
         left.pop()
 
 
+def interrupt(ranks: Sequence[int], *, within_s: float) -> None:
+    """Let a launcher's ranks record that Ctrl-C ends them, and wait until they have, for some seconds."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(rank, INTERRUPT)
+    await_end(ranks, within_s=within_s)
+
+
 def has_lost_rank() -> bool:
     """Return whether another rank of this host has ended, as far as parallel.runtime.launch shows it."""
     parent, started = os.getppid(), os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -137,7 +152,8 @@ def _take_interrupts() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, _nothing)
+    for number in (signal.SIGINT, INTERRUPT):
+        signal.signal(number, _nothing)
     own = os.getpid()
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_listen, args=(reading, own), name="interrupts", daemon=True).start()
@@ -145,11 +161,17 @@ def _take_interrupts() -> None:
 
 def _listen(reading: int, own: int) -> None:
     while select.select([reading], [], [])[0]:
-        if signal.SIGINT in os.read(reading, 4096) and os.getpid() == own:
-            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
-                say_interrupted()
-            endings.tell("interrupted", "Ctrl-C; nothing is saved beyond the newest checkpoint")
-            end(INTERRUPTED)
+        received = {*os.read(reading, 4096)} & {signal.SIGINT, INTERRUPT}
+        if not received or os.getpid() != own:
+            continue
+        if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
+            say_interrupted()
+        endings.tell(*endings.INTERRUPTED)
+        _take_leave()
+        if INTERRUPT in received:  # its child processes end with it, before they complain of what it leaves
+            with contextlib.suppress(ProcessLookupError):  # it leads no group
+                os.killpg(own, signal.SIGKILL)
+        os._exit(INTERRUPTED)
 
 
 def say_interrupted() -> None:
@@ -164,14 +186,73 @@ def ended_by(number: int, *, otherwise: str = "start the run again") -> str:
 
 def end(status: int) -> NoReturn:
     """Exit at once, without teardown, and remove files that only this process uses."""
+    _take_leave()
+    os._exit(status)
+
+
+def _take_leave() -> None:
     leftovers.end()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # it was closed, or its reader is gone
+        # It was closed, its reader is gone, or this is called in the middle of a write.
+        except (AttributeError, OSError, ValueError, RuntimeError):
             continue
-    os._exit(status)
 
 
 def _nothing(number: int, frame: object) -> None:
     """Signal handler; Python writes the wakeup byte only if a handler is installed."""
+
+
+# ---- standard streams --------------------------------------------------------------------------------------
+
+
+def open_streams() -> None:
+    """Open streams that are closed on /dev/null, for this process and those that it starts."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _open_nothing(number)
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 (lives on)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def _open_nothing(number: int) -> None:
+    """Make a closed descriptor one of /dev/null, before another file gets its number."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    os.set_inheritable(number, True)
+
+
+def watch_stdout(failed: Callable[[OSError], NoReturn]) -> None:
+    """Have `failed` called when standard output cannot be written; it ends the program.
+
+    Characters that the terminal's encoding lacks are written as escapes.
+    """
+    before = cast(io.TextIOWrapper, sys.stdout)
+    before.flush()
+    raw = _Stdout(failed)
+    sys.stdout = io.TextIOWrapper(
+        raw if before.write_through else io.BufferedWriter(raw),  # as of python -u
+        encoding=before.encoding,
+        errors="backslashreplace",
+        line_buffering=os.isatty(1),
+        write_through=before.write_through,
+    )
+
+
+class _Stdout(io.FileIO):
+    """Standard output whose failure ends the program, and is not taken for that of another file."""
+
+    def __init__(self, failed: Callable[[OSError], NoReturn]):
+        super().__init__(1, "wb", closefd=False)
+        self._failed = failed
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere
+            self._failed(error)

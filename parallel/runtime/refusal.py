@@ -96,6 +96,18 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
     process.end(REFUSED)
 
 
+def about_output(error: OSError) -> str:
+    """Return the words of a standard output that cannot be written."""
+    return f"the output cannot be written ({error.strerror}); send it to another place"
+
+
+def complain_of_output(error: OSError) -> NoReturn:
+    """End a rank whose standard output cannot be written, with one line."""
+    text = about_output(error)
+    endings.tell("error", text)
+    complain(text)
+
+
 def fail(error: BaseException) -> NoReturn:
     """Print an unexpected error in one line and exit with 1; with its traceback, unless a log has that."""
     gate.pass_through()

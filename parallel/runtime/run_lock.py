@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parallel.checkpoint.sealed import opened, shortened
 from parallel.rank_set import RankSet
-from parallel.runtime import process
+from parallel.runtime import leftovers, process
 from parallel.runtime.refusal import RefusalError
 
 NAME = "run.lock"
@@ -65,6 +65,7 @@ class RunLock:
             cause = f"cannot be locked for this run ({error})"
             return f"run.output_dir={str(self.folder)!r} {cause}; make it writable or name another folder"
         self._mine = text
+        leftovers.add(self._release)
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
         return None
 
@@ -128,6 +129,7 @@ class RunLock:
 
     def _release(self) -> None:
         self._done.set()
+        leftovers.drop(self._release)
         if self._mine is not None and self._is_mine():
             with contextlib.suppress(OSError):
                 self.path.unlink()

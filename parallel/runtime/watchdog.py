@@ -96,6 +96,7 @@ class Watchdog:
             self.stacks.mkdir(parents=True, exist_ok=True)
             # append: keeps the stacks of earlier attempts that torchrun restarted
             self._file = (self.stacks / f"rank_{self.rank}.txt").open("a")
+            leftovers.add(self._remove_empty)
             now = time.monotonic()
             self._progress_at, self._heard_at = now, dict.fromkeys(self._heard_at, now)
             # before the thread runs, which a C call that keeps the GIL may prevent from here on
@@ -109,12 +110,18 @@ class Watchdog:
             self._leaving.set()
             self._thread.join(timeout=INTERVAL_S + FAREWELL_S)
             faulthandler.cancel_dump_traceback_later()
+            leftovers.drop(self._remove_empty)
             assert self._file is not None
             self._file.close()
-            with contextlib.suppress(OSError):  # the last rank to leave removes the empty folder
-                if not Path(self._file.name).stat().st_size:
-                    os.unlink(self._file.name)
-                    self.stacks.rmdir()
+            self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        """Remove the file of stacks if there are none; the last rank to leave removes the folder."""
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            if not Path(self._file.name).stat().st_size:
+                os.unlink(self._file.name)
+                self.stacks.rmdir()
 
     @contextlib.contextmanager
     def operation(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:

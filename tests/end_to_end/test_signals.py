@@ -14,6 +14,7 @@ from tests.end_to_end.launch import GONE
 from tests.end_to_end.signals_worker import STALL_S, names_left, start
 from tests.processes import eventually
 from tests.worlds import ROOT
+from verl_megatron.lifecycle.record import read_starts
 
 
 def worker(folder: Path, *arguments: str) -> str:
@@ -119,6 +120,17 @@ def test_an_end_that_saves_nothing_is_one_line(toy, tmp_path, moment, number, st
     ends = [line for line in running.text.splitlines() if line.startswith(("interrupted", "on SIGTERM"))]
     assert len(ends) == 1 and "Traceback" not in running.text, running.text[-6000:]
     assert not running.leftovers() and not names_left(tmp_path)
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "group"])
+def test_ctrl_c_is_recorded_and_frees_the_folder(toy, tmp_path, send):
+    running = start(tmp_path, toy, "run.iterations=1000")
+    running.wait_for("step 1/", within_s=300)
+    send(running.process.pid, signal.SIGINT)
+    assert running.process.wait(30) == 130 and not running.leftovers(), running.text[-6000:]
+    (ended,) = read_starts(tmp_path / "run")
+    assert ended["exit"]["reason"] == "interrupted" and ended["exit"]["step"] >= 1 and ended["ended"]
+    assert not {"run.lock", "stacks"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.long

@@ -69,6 +69,11 @@ def test_settings_that_are_not_read_are_refused(settings, said):
     assert any(problem.startswith(said) for problem in found), found
 
 
+def test_samples_have_the_limit_of_the_setting():
+    (problem, *_) = Evaluation(samples=20_000_000).problems(world_size=1)
+    assert problem == "--samples=20000000 lies outside [1, 1000000]; choose a value inside"
+
+
 def test_generate_reads_no_settings_of_scores():
     given = {"reward": {"function": "nope"}}
     (problem, *_) = Evaluation(settings=given, scored=False).problems(world_size=1)

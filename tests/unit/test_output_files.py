@@ -18,6 +18,8 @@ def files(tmp_path, monkeypatch):
     for name in ("model/config.json", "run/metrics.jsonl", "a.jsonl", "b.jsonl", "reward.py"):
         (tmp_path / name).write_text(ROW)
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to("a.jsonl")
+    (tmp_path / "hard.json").hardlink_to("model/config.json")
     return tmp_path
 
 
@@ -26,6 +28,8 @@ def files(tmp_path, monkeypatch):
     [
         ("generate model a.jsonl --out a.jsonl", "--out a.jsonl is a.jsonl, which is read"),
         ("generate model a.jsonl --out link.jsonl", "--out link.jsonl is a.jsonl, which is read"),
+        ("generate model a.jsonl --out hard.jsonl", "--out hard.jsonl is a.jsonl, which is read"),
+        ("generate model a.jsonl --out hard.json", "--out hard.json is a file of model"),
         ("generate model a.jsonl,b.jsonl --out b.jsonl", "--out b.jsonl is b.jsonl, which is read"),
         ("generate model a.jsonl --out model/config.json", "--out model/config.json is a file of model"),
         ("evaluate model a.jsonl --reward reward.py:f --out reward.py", "--out reward.py is reward.py"),
@@ -53,6 +57,13 @@ def test_other_files_are_written(files):
     check_output("--out", "model-2.jsonl", inputs=["model", "a.jsonl", "gone"])
     check_output("--out", "model/new.jsonl", inputs=["model"])
     check_output("--out", "b.jsonl", inputs=["a.jsonl"])
+
+
+def test_too_long_a_name_is_called_so(files):
+    with pytest.raises(
+        ValueError, match=r"a.jsonl cannot be written \(File name too long\): name another file"
+    ):
+        check_output("--out", "a" * 252 + ".jsonl")
 
 
 def test_a_copied_script_leaves_changed_files_as_they_are(files):

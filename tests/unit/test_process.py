@@ -72,6 +72,29 @@ def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
     assert errors.count("\n") == lines and errors.count("interrupted; the same command goes on") == lines
 
 
+RECORDING = """
+import time
+from parallel.runtime import endings, leftovers, process
+process.begin()
+endings.listen(lambda reason, text: print(reason, flush=True))
+leftovers.add(lambda: print("removed", flush=True))
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_records_that_the_launcher_interrupts_it(tmp_path):
+    rank = start(RECORDING, TMPDIR=str(tmp_path))
+    assert rank.stdout.readline() == "begun\n"
+    process.interrupt([rank.pid], within_s=100)
+    assert rank.communicate(timeout=100)[0] == "interrupted\nremoved\n"
+    assert rank.returncode == process.INTERRUPTED
+    early = start("print('imports', flush=True); import time; time.sleep(600)")
+    assert early.stdout.readline() == "imports\n"
+    process.interrupt([early.pid], within_s=100)
+    assert early.communicate(timeout=100) == ("", "")
+
+
 def test_children_have_their_exit_status_where_sigchld_was_ignored():
     told = start(
         "import signal, subprocess, sys\n"

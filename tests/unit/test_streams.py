@@ -14,9 +14,9 @@ PLAN = "plan --model llama3-1b --gpus 1"  # which turns the errors of files into
 DRY_RUN = "train --config-name ppo_toy_cpu --dry-run actor.path=llama3-1b data.train= data.validation="
 
 
-def said_by(command: str, redirection: str) -> tuple[str, str]:
+def said_by(command: str, redirection: str, *, module: str = "verl_megatron") -> tuple[str, str]:
     """Run a command in bash; return what it printed on both streams, and its status."""
-    line = f"{sys.executable} -m verl_megatron {command} {redirection}; echo ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m {module} {command} {redirection}; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=ROOT,
@@ -40,6 +40,27 @@ def test_a_full_disk_is_one_error(command):
     shown, status = said_by(command, "> /dev/full")
     assert status == "2" and shown.startswith("error: the output cannot be written (No space left on device)")
     assert shown.count("\n") == 0
+
+
+def test_a_full_disk_is_one_error_of_a_rank():
+    rank = DRY_RUN.removeprefix("train ") + " actor.layout=tp1 critic.layout=tp1 rollout.tp=1"
+    shown, status = said_by(rank, "> /dev/full", module="verl_megatron.train")
+    assert status == "2" and shown.startswith("error: the output cannot be written (No space left on device)")
+    assert shown.count("\n") == 0
+
+
+def test_what_a_command_without_streams_starts_has_streams():
+    starting = "; ".join(
+        [
+            "import subprocess, sys; from parallel.runtime import process",
+            "process.open_streams()",
+            "sys.exit(subprocess.call([sys.executable, '-c', 'import sys; sys.exit(sys.stdout is None)']))",
+        ]
+    )
+    line = shlex.join([sys.executable, "-c", starting])
+    assert not subprocess.run(
+        ["bash", "-c", f"{line} >&- 2>&-"], env=environment_of_ranks(), timeout=100
+    ).returncode
 
 
 @pytest.mark.parametrize("command", ["--version", "report --help", "train --config-name sft --cfg job"])

@@ -49,8 +49,15 @@ WORDS = [
 ITEMS = 6
 CORRECT_SHARE = 0.3  # of the demonstrations
 ROWS = {"sft": 12_000, "train": 6_000, "val": 512, "pairs": 6_000, "val_pairs": 256}
-SHAPE: dict[str, Any] = {"vocab_size": 384, "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 4}
-VOCAB_SIZE: int = SHAPE["vocab_size"]  # 3 special tokens, 256 bytes, letters and their merges up to whole words
+SHAPE: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 192,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+}
+VOCAB_SIZE: int = SHAPE[
+    "vocab_size"
+]  # 3 special tokens, 256 bytes, letters and their merges up to whole words
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if "

@@ -24,6 +24,7 @@ from parallel.runtime.refusal import (
     NO_ROOM,
     RefusalError,
     complain,
+    complain_of_output,
     fail,
     let_others_speak,
     nearest,
@@ -77,6 +78,7 @@ def run_command(
     """
     # Imports and engines create millions of permanent objects; collecting them doubles the start-up time.
     gc.disable()  # the trainers enable it again
+    process.watch_stdout(complain_of_output)
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])

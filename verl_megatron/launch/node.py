@@ -98,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the settings cannot be read, or the worlds do not fit the hosts.
     """
+    process.open_streams()
     process.keep_exit_statuses()
     try:
         return _run(arguments)
