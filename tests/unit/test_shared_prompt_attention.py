@@ -4,6 +4,7 @@ Letters: T packed tokens, n heads, k key/value heads, d head size.
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,15 +99,22 @@ def test_a_cpu_computes_in_plain_pytorch_and_in_float32_at_least():
 @pytest.mark.parametrize(
     ("capability", "cudnn", "why"),
     [
-        ((8, 0), 91_900, "a GPU of compute capability 8.0"),
-        ((9, 0), 90_501, "cuDNN 9.5, and its kernels are used from 9.6 on"),
-        ((9, 0), 91_900, "Transformer Engine's calls cannot be used: ModuleNotFoundError"),
+        ((8, 0), (9, 19, 0), "a GPU of compute capability 8.0"),
+        ((9, 0), (9, 5, 1), "cuDNN 9.5.1, and its kernels are used from 9.6 on"),
+        ((9, 0), (9, 6, 0), "Transformer Engine's calls cannot be used: AttributeError"),
+        ((9, 0), None, "Transformer Engine's calls cannot be used: ModuleNotFoundError"),
     ],
 )
 def test_why_cudnn_is_not_used(monkeypatch, capability, cudnn, why):
+    """torch is not asked for its version: it may have another cuDNN than Transformer Engine."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cpp_extensions", None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", None)
+    extensions = SimpleNamespace(fused_attn=SimpleNamespace()) if cudnn else None
+    utils = SimpleNamespace(get_cudnn_version=lambda: cudnn)
+    modules = {"": SimpleNamespace(), ".pytorch": SimpleNamespace()}
+    modules |= {".pytorch.cpp_extensions": extensions, ".pytorch.utils": utils}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     assert str(cudnn_calls.__wrapped__(torch.device("cuda", 0))).startswith(why)
 
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+LEAST_CUDNN = (9, 6, 0)
+
 try:
     import triton
     import triton.language as tl
@@ -138,16 +140,17 @@ def cudnn_calls(device: torch.device) -> Calls | str:
     """Return the calls, or why FlashAttention is used instead.
 
     Transformer Engine prefers cuDNN on Hopper and Blackwell; before 9.6 it gives z by padded sequences.
+    It may use another cuDNN than torch, which is not asked: that would load its own beside it.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10):
         return f"a GPU of compute capability {major}.{minor}, and cuDNN's kernels want 9.x or 10.x"
-    version = torch.backends.cudnn.version() or 0
-    if version < 90_600:
-        return f"cuDNN {version // 10_000}.{version // 100 % 100}, and its kernels are used from 9.6 on"
     try:
         from transformer_engine.pytorch.cpp_extensions import fused_attn
+        from transformer_engine.pytorch.utils import get_cudnn_version
 
+        if (version := get_cudnn_version()) < LEAST_CUDNN:
+            return f"cuDNN {'.'.join(map(str, version))}, and its kernels are used from 9.6 on"
         backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
         calls = Calls(forward=fused_attn.fused_attn_fwd, backward=fused_attn.fused_attn_bwd, backend=backend)
         _check_arguments(calls)
