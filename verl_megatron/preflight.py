@@ -54,6 +54,7 @@ def inspect_run(
     machine: Machine | None = None,
     rows: int | None = None,
     inputs: Inputs | None = None,
+    resumes: bool = True,
 ) -> list[str]:
     """Return all problems of an RL run on `world_size` ranks; empty if there are none.
 
@@ -64,6 +65,7 @@ def inspect_run(
         rows: samples of each data file to read in a dry run, which skips absent weights, tokenizer and data.
             None: a real run, which needs them all.
         inputs: filled with what was read.
+        resumes: these ranks train, and resume from a checkpoint.
     """
     if problems := check_config(config, world_size=world_size):
         return problems
@@ -74,7 +76,9 @@ def inspect_run(
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
     inputs.notes += findings.notes + unused_notes(config) + sampling_notes(config)
     problems += findings.problems or _inspect_data(config, rows, inputs)
-    return problems or _checkpoint_problems(config, inputs.train if rows is None else None)
+    if problems or not resumes:
+        return problems
+    return _checkpoint_problems(config, inputs.train if rows is None else None)
 
 
 def inspect_supervised(
@@ -104,14 +108,14 @@ def _checkpoint_problems(config: TrainerConfig | SupervisedConfig, data: Any) ->
     Args:
         data: all rows of data.train; None: they are not compared.
     """
-    newest = checkpoints.complete(Path(config.run.output_dir) / "checkpoint")[:1]
-    if not newest or config.run.resume == "never":
+    if config.run.resume == "never":
         return []
     try:
-        saved = read_sealed(newest[0] / checkpoints.MANIFEST)
+        newest = checkpoints.complete(Path(config.run.output_dir) / "checkpoint")[:1]
+        saved = read_sealed(newest[0] / checkpoints.MANIFEST) if newest else {}
     except (OSError, ValueError):
         return []
-    if manifest_problem(saved):
+    if not saved or manifest_problem(saved):
         return []
     trained = [spec for spec in models_of(config) if spec.trainable]
     models = {spec.name: read_architecture(spec.model.path).to_hf() for spec in trained}

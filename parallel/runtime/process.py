@@ -152,8 +152,9 @@ def _take_interrupts() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, INTERRUPT):
-        signal.signal(number, _nothing)
+    signal.signal(signal.SIGINT, _nothing)
+    if LAUNCHER in os.environ:
+        signal.signal(INTERRUPT, _nothing)
     own = os.getpid()
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_listen, args=(reading, own), name="interrupts", daemon=True).start()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict, fields
 
 import pytest
@@ -159,6 +160,19 @@ print(*spec_of([Reward(), lambda p, r, g, e: r in {"i", "j", "k"}], sys.argv[1])
     assert len(found) == 1 and len(list((tmp_path / "run").iterdir())) == 2
 
 
+def test_a_function_may_use_sets_that_have_it_and_large_ones(tmp_path):
+    registered: set = set()
+    words = {f"word {number}" for number in range(50_000)}
+
+    def score(prompt, response, ground_truth, extra):
+        return float(response in words) + len(registered)
+
+    registered.add(score)
+    begin = time.perf_counter()
+    assert spec_of(score, tmp_path) == spec_of(score, tmp_path)
+    assert time.perf_counter() - begin < 20
+
+
 def test_functions_that_cannot_be_rewards_are_refused(tmp_path):
     lock = threading.Lock()
     with pytest.raises(ValueError, match="reward_function='.*<lambda>' cannot be passed .* write it into a"):
@@ -218,14 +232,17 @@ def test_a_section_with_an_underscore_too_many_is_refused_by_its_name(section):
 
 def test_ranks_that_differ_are_told_what_they_differ_in():
     first, here = TrainerConfig(), TrainerConfig()
-    here.run.output_dir, here.actor.path = "elsewhere", "model"  # hosts may differ in paths
+    here.run.output_dir, first.actor.path, here.actor.path = "elsewhere", "a/model", "b/model"
     first.reward.function = "run/reward_function_0123456789ab.py:score"
     here.reward.function = "run/reward_function_ba9876543210.py:score"
     assert different_settings(agreed_settings(first), agreed_settings(here)) == []
-    here.actor.lr, here.rollout.stop = 1e-3, ["a"]
+    first.reward.function, here.reward.function = "/home/a/score.py:f", "/root/score.py:f"
+    assert different_settings(agreed_settings(first), agreed_settings(here)) == []
+    here.actor.lr, here.rollout.stop, here.data.validation = 1e-3, ["a"], "val.jsonl"
     assert different_settings(agreed_settings(first), agreed_settings(here)) == [
         "actor.lr=0.001 is 1e-06 on rank 0; start all ranks with the same settings",
         "rollout.stop=['a'] is [] on rank 0; start all ranks with the same settings",
+        "data.validation='...' is '' on rank 0; start all ranks with the same settings",
     ]
     assert "run.seed" in agreed_by_worlds(first) and "run.iterations" not in agreed_by_worlds(first)
     rows = {"data.train": (10, 5), "data.validation": (11, 2)}

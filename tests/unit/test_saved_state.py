@@ -6,12 +6,14 @@ Whole runs are in tests/end_to_end/test_restart.py.
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from parallel.bridge import START
+from parallel.checkpoint.folders import CheckpointError
 from parallel.runtime import process
 from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms import get_algorithm
@@ -21,7 +23,7 @@ from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.lifecycle.progress import differences
 from verl_megatron.manifest import samples_problem
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.saved_state import SavedState, _merged
+from verl_megatron.saved_state import SavedState, _made_by, _merged
 from verl_megatron.separate.remote_sampler import RemoteSampler
 
 
@@ -98,14 +100,16 @@ def test_sums_survive_the_disk():
 def state(tmp_path) -> SavedState:
     """That of the second of two ranks, without models."""
     state = object.__new__(SavedState)
-    state.world = SimpleNamespace(rank=1, size=2, is_first=False)
+    state.world = SimpleNamespace(
+        rank=1, size=2, is_first=False, all_gather_object=lambda value: [value, value]
+    )
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
     state.cursor = SimpleNamespace(load_state_dict=lambda _: None)
     state.run = SimpleNamespace(
         clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch), sampler=None
     )
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
-    state._made_with = lambda: {"data": {"validation_samples": 8}}
+    state._made = {"data": {"validation_samples": 8}}
     return state
 
 
@@ -206,13 +210,55 @@ def test_a_launch_begins_anew_though_its_first_attempt_died_early(state, monkeyp
 )
 def test_samples_are_collected_again_if_what_made_them_changes(change):
     def made_with(config: TrainerConfig) -> dict:
-        draw = SimpleNamespace(with_greedy="greedy" in get_algorithm(config.algorithm).needs)
-        state = SavedState.__new__(SavedState)
-        state.config, state.run = config, SimpleNamespace(draw=draw)
-        return state._made_with()
+        draw: Any = SimpleNamespace(with_greedy="greedy" in get_algorithm(config.algorithm).needs)
+        run: Any = SimpleNamespace(config=config, draw=draw)
+        return _made_by(run)
 
     changed, (name, text) = TrainerConfig(), change.split("=")
     section, setting = name.split(".")
     old = getattr(getattr(changed, section), setting)
     setattr(getattr(changed, section), setting, {"True": True}.get(text, type(old)(text)))
     assert made_with(TrainerConfig()) == made_with(TrainerConfig()) != made_with(changed)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_samples_are_reused_by_all_ranks_or_none(state, monkeypatch, others):
+    """A rank that would reuse its own does not wait for one that collects."""
+    part = {"made_with": state._made, "cursor": {}, "seconds": {}, "reshard_bytes": 0}
+    part["batch"] = RolloutBatch.from_lists([1], [[1]], [[2]], [[-0.1]]).tensors()
+    part["sums"] = Sums().state_dict()
+    monkeypatch.setattr(
+        "parallel.checkpoint.resume.read_attachment", lambda path, name, ranks, say, check: ([part], 2)
+    )
+    said: list[str] = []
+    state.world.all_gather_object, state.say = (lambda differs: [differs, others]), said.append
+    state._resume_samples(Path())
+    assert (state._resumed is None) == others == any("collected again" in text for text in said)
+
+
+def test_verifying_what_cannot_be_repeated_is_an_error(state, monkeypatch):
+    said: list[str] = []
+    state.config.run.resume, state.say, state._is_repeated = "verify", said.append, False
+    recorded = "parallel.checkpoint.resume.read_record"
+    monkeypatch.setattr(recorded, lambda *_, **__: None)
+    state._check_repeatable(Path("step_2"))
+    assert "iteration 3 has no complete record" in said[0]
+    monkeypatch.setattr(recorded, lambda *_, **__: {"policy/loss": 1.0})
+    with pytest.raises(CheckpointError, match="iteration 3 cannot be repeated from step_2"):
+        state._check_repeatable(Path("step_2"))
+    state._is_repeated = True
+    state._check_repeatable(Path("step_2"))
+
+
+def test_fitted_micro_batches_are_compared_as_another_layout_is(state, monkeypatch):
+    """Their size follows the free memory, and with it the order of sums."""
+    said: list[str] = []
+    state.say, state.world, state._is_same_layout = said.append, ONE_RANK, True
+    state.config.engine = SimpleNamespace(dynamic_batching=True)
+    recorded = {"policy/loss": 1.0, "policy/tokens_per_micro_batch": 16.0}
+    monkeypatch.setattr("parallel.checkpoint.resume.read_record", lambda *_, **__: recorded)
+    state._verify(Path("step_2"), {"policy/loss": 1.001})
+    assert "gives all 1 recorded numbers" in said[0]
+    state.config.engine.dynamic_batching = False
+    with pytest.raises(CheckpointError, match="differs in 1 of 1 numbers"):
+        state._verify(Path("step_2"), {"policy/loss": 1.001})

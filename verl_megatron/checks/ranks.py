@@ -15,6 +15,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.limits import check_types
 from verl_megatron.config import PATHS, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import as_dict
+from verl_megatron.lifecycle.secrets import masked_value
 from verl_megatron.model_specs import has_worlds, models_of
 
 
@@ -60,18 +61,20 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
 def agreed_settings(config: TrainerConfig | SupervisedConfig) -> dict[str, str]:
     """Return what all ranks of a run must be started with: values by `section.setting`, as JSON.
 
-    Paths are left out, as hosts may differ in them, and the digest of a reward function in Python, which may
-    differ between processes.
+    Of paths only whether there is one, as hosts may differ in them; of a file of reward functions its name,
+    and of one that Python was given not the digest, which may differ between processes. Secrets are masked.
     """
-    values = {
-        f"{section}.{name}": json.dumps(value, default=str)
-        for section, settings in as_dict(config).items()
-        for name, value in settings.items()
-    }
-    if "reward.function" in values:
-        digest = r"[^\",:]*(reward_function_(?:\w+_)?)[0-9a-f]{12}\.py"
-        values["reward.function"] = re.sub(digest, r"\1.py", values["reward.function"])
-    return {name: value for name, value in values.items() if name not in PATHS}
+    agreed = {}
+    for section, settings in masked_value("", as_dict(config)).items():
+        for name, value in settings.items():
+            if (setting := f"{section}.{name}") in PATHS:
+                value = "..." if value else ""
+            agreed[setting] = json.dumps(value, default=str)
+    if function := agreed.get("reward.function"):
+        without_folders = re.sub(r"[^\",:]*/([^\",:/]+\.py\b)", r"\1", function)
+        digest = r"(reward_function_(?:\w+_)?)[0-9a-f]{12}\.py"
+        agreed["reward.function"] = re.sub(digest, r"\1.py", without_folders)
+    return agreed
 
 
 def agreed_by_worlds(config: TrainerConfig) -> dict[str, str]:

@@ -14,7 +14,14 @@ from verl_megatron.checks.limits import value_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
-from verl_megatron.model_specs import is_separate, models_of, names_apart, serving_worlds
+from verl_megatron.model_specs import (
+    is_separate,
+    models_apart,
+    models_of,
+    names_apart,
+    serving_worlds,
+    shares_trunk,
+)
 from verl_megatron.rewards.plan import functions_of
 
 # Settings that one of the built-in rewards reads.
@@ -154,13 +161,13 @@ def _of_log_probs(config: TrainerConfig) -> Iterator[Unused]:
             because=f"with algorithm.old_logprobs={algorithm.old_logprobs}",
             remedy="set old_logprobs=recompute",
         )
-    elif config.critic.share_trunk:
+    elif shares_trunk(config):
         yield Unused(
             names=(reuse, check),
             because="with critic.share_trunk=true, whose values come from the pass of the log-probs",
             remedy="set share_trunk=false",
         )
-    elif needs_logprobs(algorithm, [spec.name for spec in models_of(config)]):
+    elif needs_logprobs(algorithm, _models(config)):
         yield Unused(
             names=(reuse, check),
             because=f"where advantages need the log-probs: with algorithm.name={algorithm.name}, "
@@ -173,6 +180,14 @@ def _of_log_probs(config: TrainerConfig) -> Iterator[Unused]:
             because="with algorithm.reuse_logprobs=false",
             remedy="set reuse_logprobs=true",
         )
+
+
+def _models(config: TrainerConfig) -> list[str]:
+    """Return the names of all models; none where devices are not understood, which other checks say."""
+    try:
+        return [spec.name for spec in (*models_of(config), *models_apart(config))]
+    except ValueError:
+        return []
 
 
 def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:

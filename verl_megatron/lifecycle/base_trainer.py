@@ -198,11 +198,17 @@ class BaseTrainer:
             return
 
         def put() -> None:
+            if not self.is_first:
+                return
             with writing_to(self.output_dir):
-                aside = put_aside(self.config, readable_starts(self.output_dir)) if self.is_first else None
+                aside, left = put_aside(self.config, readable_starts(self.output_dir))
             if aside is not None:
                 self.record.put_aside(aside.name)
                 self.say(f"results of an earlier run are now in {aside}; remove what is not wanted")
+            if left:
+                self.say(
+                    f"warning: {', '.join(left)} of an earlier run could not be moved; this run goes on there"
+                )
 
         agree(put, self.world)
 

@@ -5,8 +5,10 @@ import io
 import os
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import cache
 from keyword import iskeyword
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
@@ -58,24 +60,56 @@ def _item(item: Any, folder: str | os.PathLike[str]) -> Any:
     return _stored(item, folder, name if name.isidentifier() and not iskeyword(name) else "score")
 
 
-def _digest(value: Any) -> str:
-    """Return a digest of what cloudpickle stores of a value, the same in every process.
+def _digest(function: Callable[..., Any], content: bytes) -> str:
+    """Return a digest of a callable and what it uses, the same in every process.
 
-    The order of a set's elements and the ids of classes, which differ between processes, are left out.
+    Args:
+        content: what cloudpickle makes of it, where nothing better can be made.
     """
+    try:
+        stable = _stable(function)
+    except Exception:  # any type: objects say themselves what cannot be stored of them alone
+        stable = content
+    return hashlib.sha256(stable).hexdigest()
+
+
+def _stable(value: Any, within: tuple[int, ...] = ()) -> bytes:
+    """Return what cloudpickle makes of a value, without the order of sets and the ids of classes.
+
+    Args:
+        within: ids of the sets that have the value.
+    """
+    content = io.BytesIO()
+    pickler: Any = _pickler()(content)
+    pickler.within = within
+    pickler.dump(value)
+    return content.getvalue()
+
+
+@cache
+def _pickler() -> type[Any]:
     from cloudpickle import cloudpickle
 
     class_ids = getattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
 
     class Pickler(cloudpickle.Pickler):
+        within: tuple[int, ...]
+
         def persistent_id(self, obj: Any) -> Any:
             if type(obj) in (set, frozenset):
-                return type(obj).__name__, *sorted(map(_digest, obj))
+                within = (*self.within, id(obj))
+                found = ["again"] if id(obj) in self.within else [_element(each, within) for each in obj]
+                return type(obj).__name__, *sorted(found)
             return "class" if type(obj) is str and obj in class_ids else None
 
-    content = io.BytesIO()
-    Pickler(content).dump(value)
-    return hashlib.sha256(content.getvalue()).hexdigest()
+    return Pickler
+
+
+def _element(value: Any, within: tuple[int, ...]) -> str:
+    """Return a text of an element of a set, by which it can be sorted."""
+    if type(value) in (str, bytes, int, float, bool, complex, NoneType):
+        return f"{type(value).__name__} {value!r}"
+    return hashlib.sha256(_stable(value, within)).hexdigest()
 
 
 def _stored(function: Callable[..., Any], folder: str | os.PathLike[str], name: str) -> str:
@@ -91,7 +125,7 @@ def _stored(function: Callable[..., Any], folder: str | os.PathLike[str], name: 
             f"({type(error).__name__}: {short_repr(str(error))}); write it into a file of its own "
             "and give reward_function='path.py:name'"
         ) from None
-    digest = _digest(function)[:12]
+    digest = _digest(function, content)[:12]
     prefix = "" if name == "score" else f"{name}_"
     path = Path(folder) / f"reward_function_{prefix}{digest}.py"
     lines = [content[start : start + 80] for start in range(0, len(content), 80)]

@@ -201,7 +201,7 @@ class RewardPool:
     ) -> dict[int, Reward]:
         """Return rewards by sample_id of these samples, or of all submitted and not yet returned.
 
-        Calls `progress` after each of them. Failures are shown at once if this takes longer than SHOWN_S.
+        Calls `progress` after each of them. Failures are shown early if all take longer than SHOWN_S.
         """
         wanted = list(self._pending) if sample_ids is None else sample_ids
         pending = {sample_id: self._pending.pop(sample_id) for sample_id in wanted}
@@ -209,10 +209,10 @@ class RewardPool:
         self.first_failure, self.metric_names = None, set()
         rewards, begin = {}, time.monotonic()
         for sample_id, sample in pending.items():
-            rewards[sample_id] = self._collect(sample_id, sample)
-            progress()
             if time.monotonic() > begin + SHOWN_S:
                 self.show_new_failures()
+            rewards[sample_id] = self._collect(sample_id, sample)
+            progress()
         return rewards
 
     def _collect(self, sample_id: int, sample: _Pending) -> Reward:

@@ -56,7 +56,8 @@ class ServingRanks(ABC, Generic[Parts]):
             )
         given_address()
         with OncePerHost(self.world) as self.inputs.once:
-            refuse(inspect_run(config, world_size=num_training_ranks(config), inputs=self.inputs))
+            training = num_training_ranks(config)
+            refuse(inspect_run(config, world_size=training, inputs=self.inputs, resumes=False))
         return own
 
     def serve(self) -> None:
