@@ -16,14 +16,7 @@ from tests.job_files import write_job
 from tests.worlds import ROOT
 from verl_megatron import RLTrainer
 from verl_megatron.checks.overrides import structured
-from verl_megatron.checks.ranks import (
-    agreed_by_worlds,
-    agreed_settings,
-    different_data,
-    different_settings,
-    not_started,
-    ranks_needed,
-)
+from verl_megatron.checks.ranks import not_started, ranks_needed
 from verl_megatron.config import (
     RolloutConfig,
     TrainerConfig,
@@ -31,6 +24,12 @@ from verl_megatron.config import (
 )
 from verl_megatron.config.older_names import OLDER_NAMES, PLACES
 from verl_megatron.launch.ranks import ranks_of
+from verl_megatron.lifecycle.agreement import (
+    agreed_by_worlds,
+    agreed_settings,
+    different_data,
+    different_settings,
+)
 from verl_megatron.rewards.callables import spec_of
 from verl_megatron.rewards.checks import check_reward
 from verl_megatron.rewards.pool import RewardPool

@@ -84,7 +84,7 @@ time.sleep(600)
 
 
 def test_a_rank_records_that_the_launcher_interrupts_it(tmp_path):
-    rank = start(RECORDING, TMPDIR=str(tmp_path))
+    rank = start(RECORDING, TMPDIR=str(tmp_path), **{process.LAUNCHER: str(os.getpid())})
     assert rank.stdout.readline() == "begun\n"
     process.interrupt([rank.pid], within_s=100)
     assert rank.communicate(timeout=100)[0] == "interrupted\nremoved\n"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallel import device, gate
-from parallel.rank_set import RankSet, agree, world
+from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
@@ -20,15 +20,11 @@ from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
-from verl_megatron.checks.ranks import (
-    agreed_settings,
-    different_data,
-    different_settings,
-    not_started,
-)
+from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import different_versions, fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.data.shared import OncePerHost
+from verl_megatron.lifecycle.agreement import agree_on_data, agree_on_settings
 from verl_megatron.lifecycle.arrivals import Arrivals
 from verl_megatron.lifecycle.earlier_results import put_aside
 from verl_megatron.lifecycle.progress import Progress
@@ -99,9 +95,7 @@ class BaseTrainer:
         for model in fetched:
             self.say(str(model))
         agree(partial(self._inspect, inspect, machine), self.world)
-        rows = {f"data.{name}": (data.digest, len(data)) for name, data in self.inputs.data.items()}
-        first = self.world.broadcast_object(rows)
-        agree(lambda: refuse(different_data(first, rows)), self.world)
+        agree_on_data(self.inputs.data, self.world)
 
     def check_weights(self, *dtypes: torch.dtype) -> None:
         """Refuse weights that are not finite in one of `dtypes`, and say how long the start has taken."""
@@ -308,17 +302,6 @@ class BaseTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             self.state.finish()
         return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
-
-
-def agree_on_settings(config: Any, ranks: RankSet) -> None:
-    """Refuse ranks that were started with other settings than the first one. Collective.
-
-    Raises:
-        RefusalError: names the settings.
-    """
-    here = agreed_settings(config)
-    first = ranks.broadcast_object(here)
-    agree(lambda: refuse(different_settings(first, here)), ranks)
 
 
 def node_of(rank: int) -> int:

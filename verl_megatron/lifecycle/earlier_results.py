@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,8 @@ def put_aside(config: Any, starts: Sequence[Start]) -> tuple[Path | None, list[s
     folder, trained = Path(config.run.output_dir), [spec for spec in models_of(config) if spec.trainable]
     own = set(chain.from_iterable(spec.exports for spec in trained)) if config.run.export else set()
     names = sorted(own.union(MODELS)) + list(RESULTS) if _has_finished(starts) else sorted(own)
-    texts = list(_texts_of(config))
-    found = [
-        path
-        for path in map(folder.joinpath, names)
-        if _is_result(path) and not any(_leads_into(text, path) for text in texts)
-    ]
+    read = _Read(config)
+    found = [path for path in map(folder.joinpath, names) if _is_result(path) and not read.has(path)]
     if not found:
         return None, []
     free = chain([FOLDER], (f"{FOLDER}_{number}" for number in count(2)))
@@ -73,19 +69,20 @@ def _is_result(path: Path) -> bool:
     return (path / "config.json").exists() if path.name in MODELS else os.path.lexists(path)
 
 
-def _texts_of(config: Any) -> Iterator[str]:
-    """Yield the settings that name what a run reads; one may name several files."""
-    sections = sections_of(config)
-    for name in {*PATHS, "reward.function"} - {"run.output_dir"}:
-        section, _, setting = name.partition(".")
-        if value := getattr(sections.get(section), setting, ""):
-            yield str(value)
+class _Read:
+    """The settings that name what a run reads; one may name several files."""
 
+    def __init__(self, config: Any):
+        sections = sections_of(config)
+        names = (name.split(".") for name in {*PATHS, "reward.function"} - {"run.output_dir"})
+        values = (getattr(sections.get(section), setting, "") for section, setting in names)
+        self._texts = [str(value) for value in values if value]
 
-def _leads_into(text: str, path: Path) -> bool:
-    """Whether a setting is or names `path`, or what is below it."""
-    whole = Path(text).resolve()
-    spellings = {str(path), str(path.absolute()), str(path.resolve())}
-    return path.resolve() in (whole, *whole.parents) or any(
-        re.search(rf"{re.escape(each)}(?![\w.-])", text) for each in spellings
-    )
+    def has(self, path: Path) -> bool:
+        """Whether a setting is or names `path`, or what is below it."""
+        spellings = {str(path), str(path.absolute()), str(path.resolve())}
+        named = re.compile(rf"({'|'.join(map(re.escape, spellings))})(?![\w.-])")
+        wholes = [Path(text).resolve() for text in self._texts]
+        return any(path.resolve() in (whole, *whole.parents) for whole in wholes) or any(
+            map(named.search, self._texts)
+        )

@@ -21,8 +21,8 @@ from parallel.bridge import (
 from parallel.pulse import Listener, Pulse
 from parallel.rank_set import RankSet
 from parallel.sealed_store import JOIN_S, open_store
-from verl_megatron.checks.ranks import agreed_by_worlds
 from verl_megatron.config import TrainerConfig
+from verl_megatron.lifecycle.agreement import agreed_by_worlds
 from verl_megatron.model_specs import ServingWorld
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having served

@@ -13,10 +13,10 @@ from parallel.rank_set import RankSet
 from parallel.reshard.versions import VersionedReshard
 from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
-from verl_megatron.checks.ranks import agreed_by_worlds
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import Prompt, TrainingPrompts
 from verl_megatron.data.tokenizer import Tokenizer
+from verl_megatron.lifecycle.agreement import agreed_by_worlds
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
 from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.observe.sources import Sources

@@ -18,7 +18,8 @@ from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.shared import OncePerHost
-from verl_megatron.lifecycle.base_trainer import SLOW_S, agree_on_settings, node_of
+from verl_megatron.lifecycle.agreement import agree_on_settings
+from verl_megatron.lifecycle.base_trainer import SLOW_S, node_of
 from verl_megatron.model_specs import ServingWorld, find_world, named_devices, num_training_ranks
 from verl_megatron.observe.activity import ActivityLog
 from verl_megatron.preflight import Inputs, inspect_run

@@ -10,8 +10,8 @@ from parallel.sealed_store import open_store
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.problems import refuse
-from verl_megatron.checks.ranks import agreed_by_worlds
 from verl_megatron.config import TrainerConfig
+from verl_megatron.lifecycle.agreement import agreed_by_worlds
 from verl_megatron.model_specs import layout_of, models_of_world, num_training_ranks
 from verl_megatron.roles.compute import compute_of
 from verl_megatron.roles.engine import EngineOptions
