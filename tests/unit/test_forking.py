@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -374,6 +375,7 @@ def test_a_signal_while_a_process_becomes_a_rank_ends_it(folder):
     running = launch(folder, "print('runs', flush=True)\ntime.sleep(600)", forks=False)
     assert running.stdout and running.stdout.readline() == "becomes\n"
     running.send_signal(signal.SIGTERM)
+    time.sleep(1)  # until the launcher has passed it on
     (folder / "sent").touch()
     output, _ = running.communicate(timeout=60)
     assert output.count("runs") <= 1, "the second one may, until the agent sees that the first has ended"
