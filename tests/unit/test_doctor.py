@@ -219,7 +219,7 @@ def test_kernels_of_shared_prompts(gpu_case, monkeypatch):
         assert only(gpus.check_shared_prompts, gpu_case).status == "warning"
     why = "FlashAttention-2 of PyTorch: cuDNN 9.5, and its kernels are used from 9.6 on"
     monkeypatch.setattr(gpus, "ask", lambda *_, **__: Answer(text=f"a warning\n{why}\n"))
-    assert only(gpus.check_shared_prompts, gpu_case).found == f"attention by {why}"
+    assert only(gpus.check_shared_prompts, gpu_case).found == f"their attention: {why}"
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------

@@ -82,15 +82,16 @@ def test_what_a_run_reads_stays(config, tmp_path, folder):
 
 
 def test_what_cannot_be_moved_is_named_unless_it_would_be_lost(config, tmp_path, monkeypatch):
-    run, rename = tmp_path / "run", Path.rename
+    run, rename, stuck = tmp_path / "run", Path.rename, {"samples", "actor"}
 
     def busy(path: Path, target: Path) -> Path:
-        if path.name in ("samples", "actor"):
+        if path.name in stuck:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", busy)
     assert put_aside(config, starts("done")) == (run / "earlier", ["samples"])
+    assert put_aside(config, starts("done")) == (None, ["samples"]) and "earlier_2" not in names(run)
     (run / "actor").mkdir()
     (run / "actor/config.json").write_text("{}")
     with pytest.raises(OSError, match="busy"):

@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from tests.job_files import write_job
+from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 from verl_megatron import RLTrainer
 from verl_megatron.checks.overrides import structured
@@ -25,6 +26,7 @@ from verl_megatron.config import (
 from verl_megatron.config.older_names import OLDER_NAMES, PLACES
 from verl_megatron.launch.ranks import ranks_of
 from verl_megatron.lifecycle.agreement import (
+    agree_on_settings,
     agreed_by_worlds,
     agreed_settings,
     different_data,
@@ -244,7 +246,20 @@ def test_ranks_that_differ_are_told_what_they_differ_in():
         "data.validation='...' is '' on rank 0; start all ranks with the same settings",
     }
     assert "run.seed" in agreed_by_worlds(first) and "run.iterations" not in agreed_by_worlds(first)
+    assert (
+        different_settings({}, agreed_settings(here)) == different_settings(agreed_settings(first), {}) == []
+    )
     rows = {"data.train": (10, 5), "data.validation": (11, 2)}
     assert different_data(rows, rows) == []
     (problem,) = different_data(rows, rows | {"data.train": (12, 5)})
     assert "data.train is not the same file on all hosts: 5 rows with the digest 00000000000c here" in problem
+
+
+def test_settings_of_wrong_types_are_left_to_the_checks_of_types():
+    for section, value in (("rollout", "x"), ("rollout", None), ("run", threading.Lock())):
+        wrong = TrainerConfig()
+        setattr(wrong, section, value)
+        agree_on_settings(wrong, ONE_RANK)
+    wrong = TrainerConfig()
+    wrong.rollout.top_p = threading.Lock()
+    agree_on_settings(wrong, ONE_RANK)

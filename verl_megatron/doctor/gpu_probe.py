@@ -35,7 +35,7 @@ def attention() -> str:
 
     calls = cudnn_calls(torch.device("cuda", 0))
     if isinstance(calls, Calls):
-        return "cuDNN by Transformer Engine"
+        return "cuDNN, through Transformer Engine"
     return f"FlashAttention-2 of PyTorch: {calls}".replace("\n", " ")
 
 

@@ -101,7 +101,7 @@ def check_shared_prompts(case: Case) -> Iterator[Finding]:
             remedy="mend what is named above; engine.shared_prompts=false does without them",
         )
         return
-    yield Finding(check=check, status="ok", found=f"attention by {last_line(answer.text)}")
+    yield Finding(check=check, status="ok", found=f"their attention: {last_line(answer.text)}")
 
 
 def check_users(case: Case) -> Iterator[Finding]:

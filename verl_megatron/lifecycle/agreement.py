@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel.rank_set import RankSet, agree
 from parallel.runtime.refusal import short_repr
+from verl_megatron.checks.limits import check_types
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import PATHS, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import as_dict
@@ -16,10 +17,12 @@ from verl_megatron.lifecycle.secrets import masked_value
 def agree_on_settings(config: Any, ranks: RankSet) -> None:
     """Refuse ranks that were started with other settings than the first one. Collective.
 
+    Settings of wrong types are left to other checks.
+
     Raises:
         RefusalError: names the settings.
     """
-    here = agreed_settings(config)
+    here = {} if check_types(config) else agreed_settings(config)
     first = ranks.broadcast_object(here)
     agree(lambda: refuse(different_settings(first, here)), ranks)
 

@@ -53,7 +53,9 @@ def put_aside(config: Any, starts: Sequence[Start]) -> tuple[Path | None, list[s
             if path.name in own:
                 raise
             left.append(path.name)
-    return aside, left
+    if len(left) == len(found):
+        aside.rmdir()
+    return aside if aside.exists() else None, left
 
 
 def _has_finished(starts: Sequence[Start]) -> bool:
